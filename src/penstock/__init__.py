@@ -1,0 +1,71 @@
+"""Penstock: transactional event streams for Python.
+
+    import penstock
+
+    class Order(penstock.Record):
+        user: str
+        amount: float
+
+    with penstock.open("penstock.db") as log:
+        log.apply([penstock.CreateStream(penstock.declare("orders", Order, key="user"))])
+        with penstock.Producer(log) as producer:
+            producer.send("orders", Order(user="ada", amount=9.5))
+        for event in penstock.read_events(log, "orders", Order):
+            print(event.data)
+"""
+
+from penstock.errors import PenstockError
+from penstock.log import open_log as open  # noqa: A004  penstock.open reads as it should
+from penstock.log.api import Commit, CommitOptions, Committed, Holder, Limits, Log, Pin
+from penstock.log.batch import Batch
+from penstock.log.objects import (
+    AlterStream,
+    CreateNamespace,
+    CreateStream,
+    DropNamespace,
+    DropStream,
+    GrowStream,
+    Stream,
+    StreamSpec,
+    declare,
+)
+from penstock.log.read import ReadOptions, read_batches, read_events
+from penstock.log.table import Table
+from penstock.log.transaction import Transaction
+from penstock.producer import Place, Producer, ProducerOptions
+from penstock.records import Digits, Event, Record
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlterStream",
+    "Batch",
+    "Commit",
+    "CommitOptions",
+    "Committed",
+    "CreateNamespace",
+    "CreateStream",
+    "Digits",
+    "DropNamespace",
+    "DropStream",
+    "Event",
+    "GrowStream",
+    "Holder",
+    "Limits",
+    "Log",
+    "PenstockError",
+    "Pin",
+    "Place",
+    "Producer",
+    "ProducerOptions",
+    "ReadOptions",
+    "Record",
+    "Stream",
+    "StreamSpec",
+    "Table",
+    "Transaction",
+    "declare",
+    "open",
+    "read_batches",
+    "read_events",
+]

@@ -1,0 +1,54 @@
+"""The log: streams, transactions, tables; one contract, several engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.errors import UsageError
+from penstock.log.api import Limits, Log
+from penstock.log.objects import Defaults
+from penstock.log.sqlite.log import SqliteLog, SqliteOptions
+
+OptionValue = str | int | bool
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def open_log(url: str | Path = "penstock.db", *, create: bool = True, **options: OptionValue) -> Log:
+    """Open the log that `url` names; use it in a `with` statement, or close it.
+
+    A path is an embedded log, made if it is not there unless `create` is false. Options are
+    the fields of `Limits`, `Defaults` and of the engine's own options, by name.
+    """
+    text = str(url)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme not in ("", "file"):
+        raise UsageError(
+            f"{text!r} has the scheme {scheme!r}; this version opens embedded logs: give a path, "
+            "such as penstock.db"
+        )
+    limits, rest = _take(Limits, dict(options))
+    defaults, rest = _take(Defaults, rest)
+    own, rest = _take(SqliteOptions, rest)
+    if rest:
+        known = [*Limits.__struct_fields__, *Defaults.__struct_fields__]
+        known += SqliteOptions.__struct_fields__
+        raise UsageError(
+            f"there is no log option {next(iter(rest))!r}; there are {', '.join(known)}"
+        )
+    path = Path(text.removeprefix("file://"))
+    return SqliteLog(path, create=create, limits=limits, defaults=defaults, options=own).open()
+
+
+def _take(kind: type[S], options: dict[str, OptionValue]) -> tuple[S, dict[str, OptionValue]]:
+    mine = {name: options.pop(name) for name in kind.__struct_fields__ if name in options}
+    try:
+        return msgspec.convert(mine, kind, strict=False), options
+    except msgspec.ValidationError as error:
+        raise UsageError(f"a log option is wrong: {error}") from None
+
+
+__all__ = ["Limits", "Log", "open_log"]

@@ -1,0 +1,271 @@
+"""Batches: how events are stored as one Arrow IPC blob, and what a reader gets.
+
+A blob is a complete Arrow IPC stream, readable by any Arrow tool; its buffers are
+compressed, and a checksum over the whole lies beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import UsageError
+from penstock.log.objects import Stream
+from penstock.records.arrow import arrow_schema, codec_of, codec_of_schema, nullable
+from penstock.records.event import (
+    DATA,
+    DELETED,
+    ENVELOPE,
+    GIVEN,
+    Event,
+    JsonValue,
+    counting,
+    envelope,
+    keys_of,
+    numbered,
+    slice_stamped,
+    with_explicit_envelope,
+)
+from penstock.records.schema import Record
+
+Compression = Literal["none", "lz4", "zstd"]
+Buffer = bytes | memoryview
+
+
+def check_compression(name: str) -> None:
+    if name not in get_args(Compression):
+        raise UsageError(f"compression {name!r} is not one of {', '.join(get_args(Compression))}")
+
+
+def encode_blob(batch: pa.RecordBatch, compression: Compression) -> bytes:
+    """One Arrow IPC stream with this one batch."""
+    codec = None if compression == "none" or batch.nbytes < 512 else compression
+    options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def decode_blob(blob: Buffer) -> pa.RecordBatch:
+    """The batch of a blob; raises `pa.ArrowException` if it is not one."""
+    return pa.ipc.open_stream(pa.py_buffer(blob)).read_next_batch()
+
+
+def checksum(blob: Buffer) -> int:
+    return zlib.crc32(blob)
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Events of a batch that were committed together, from `offset` up to the next run."""
+
+    offset: int
+    commit: int
+    time_us: int
+
+
+class Batch:
+    """Consecutive events of one partition, as read from the log.
+
+    Holds what is stored; columns are made when asked for. Not changed by anyone.
+    """
+
+    __slots__ = ("_stored", "first_offset", "partition", "runs", "stream")
+
+    def __init__(
+        self,
+        stream: Stream,
+        partition: int,
+        first_offset: int,
+        stored: pa.RecordBatch,
+        runs: Sequence[Run],
+    ) -> None:
+        self.stream = stream
+        self.partition = partition
+        self.first_offset = first_offset
+        self.runs = runs
+        self._stored = stored
+
+    def __len__(self) -> int:
+        return int(self._stored.num_rows)
+
+    def __repr__(self) -> str:
+        last = self.first_offset + len(self) - 1
+        return f"<Batch {self.stream.name}/{self.partition} {self.first_offset}..{last}>"
+
+    @property
+    def next_offset(self) -> int:
+        """Where reading goes on."""
+        return self.first_offset + len(self)
+
+    @property
+    def commit(self) -> int:
+        """The commit of the first event."""
+        return self.runs[0].commit
+
+    def commit_of(self, offset: int) -> Run:
+        """The commit that holds the event at `offset`."""
+        return self.runs[bisect_right(self.runs, offset, key=lambda run: run.offset) - 1]
+
+    def sliced(self, start: int, end: int) -> Batch:
+        """The events with offsets in [start, end), without copying."""
+        start, end = max(start, self.first_offset), min(end, self.next_offset)
+        if start == self.first_offset and end == self.next_offset:
+            return self
+        stored = slice_stamped(self._stored, start - self.first_offset, end - start)
+        return Batch(self.stream, self.partition, start, stored, self.runs)
+
+    def data(self) -> pa.RecordBatch:
+        """The record's columns as stored, brought to the stream's present record."""
+        record = self.stream.record
+        names = [name for name in self._stored.schema.names if not name.startswith("_")]
+        plain = self._stored.select(names)
+        if record is None:
+            return plain
+        schema = arrow_schema(record)
+        if self.stream.spec.table:
+            schema = nullable(schema)
+        return _upgrade(plain, schema)
+
+    def to_arrow(self, columns: Sequence[str] | None = None) -> pa.RecordBatch:
+        """Data and envelope columns; `columns` chooses some, and spares making the others."""
+        data = self.data()
+        if columns is None:
+            columns = [*data.schema.names, *self.envelope_names()]
+        made = envelope(self._stored, [name for name in GIVEN if name in columns])
+        fields = {**{f.name: f for f in data.schema}, **{f.name: f for f in ENVELOPE}}
+        arrays = [self._column(name, data, made) for name in columns]
+        schema = pa.schema([_as_field(fields, name, arrays[i]) for i, name in enumerate(columns)])
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def envelope_names(self) -> list[str]:
+        return [*ENVELOPE.names, *([DELETED] if self.stream.spec.table else [])]
+
+    def _column(self, name: str, data: pa.RecordBatch, made: dict[str, pa.Array]) -> pa.Array:
+        if name in made:
+            return made[name]
+        rows = len(self)
+        if name == "_partition":
+            return pa.repeat(pa.scalar(self.partition, pa.int32()), rows)
+        if name == "_offset":
+            return pc.add(counting(rows), self.first_offset)
+        if name == DELETED:
+            return self._deleted()
+        index = data.schema.get_field_index(name)
+        if index < 0:
+            raise UsageError(
+                f"stream {self.stream.name} has no column {name!r}: it has "
+                f"{', '.join([*data.schema.names, *self.envelope_names()])}"
+            )
+        return data.column(index)
+
+    def _deleted(self) -> pa.Array:
+        index = self._stored.schema.get_field_index(DELETED)
+        if index < 0:
+            return pa.repeat(pa.scalar(False), len(self))
+        return self._stored.column(index)
+
+    def explicit(self) -> pa.RecordBatch:
+        """Everything that is stored, with no column left to the stamp; for merging."""
+        return with_explicit_envelope(self._stored)
+
+    def events(
+        self, record: type[Record] | None = None, key: bytes | None = None
+    ) -> Iterator[Event[object]]:
+        """The events one by one; data is a record (of this class, if given), JSON or bytes.
+
+        With a `key`, only the events that have it; the others are not even decoded.
+        """
+        if key is None:
+            yield from self._events(record, range(self.first_offset, self.next_offset))
+            return
+        mask = pc.equal(keys_of(self._stored), key)
+        rows = pc.indices_nonzero(mask.fill_null(False))
+        if len(rows):
+            stored = numbered(self._stored).take(rows)
+            chosen = Batch(self.stream, self.partition, self.first_offset, stored, self.runs)
+            yield from chosen._events(record, [self.first_offset + r for r in rows.to_pylist()])
+
+    def _events(
+        self, record: type[Record] | None, offsets: Sequence[int]
+    ) -> Iterator[Event[object]]:
+        made = envelope(self._stored, GIVEN)
+        columns = [made[name].to_pylist(maps_as_pydicts="strict") for name in GIVEN]
+        rows = zip(offsets, self._values(record), *columns, strict=True)
+        name = str(self.stream.name)
+        for offset, value, key, time, id_, type_, source, headers in rows:
+            yield Event(
+                data=value, key=key, time=time, id=id_, type=type_, source=source,
+                headers=headers or {}, stream=name, partition=self.partition, offset=offset,
+            )  # fmt: skip
+
+    def _values(self, record: type[Record] | None) -> list[object]:
+        data = self.data()
+        schema = self.stream.record
+        if schema is None:
+            values: list[object] = data.column(DATA).to_pylist()
+            if self.stream.spec.content == "json":
+                values = [None if v is None else msgspec.json.decode(v) for v in values]
+            return values
+        codec = codec_of(record) if record else codec_of_schema(schema)
+        if not self.stream.spec.table:
+            return list(codec.from_arrow(data))
+        deleted = self._deleted()
+        if not pc.any(deleted).as_py():
+            return list(codec.from_arrow(data))
+        kept = iter(codec.from_arrow(data.filter(pc.invert(deleted))))
+        return [None if gone else next(kept) for gone in deleted.to_pylist()]
+
+
+def _as_field(fields: dict[str, pa.Field], name: str, array: pa.Array) -> pa.Field:
+    return fields.get(name, pa.field(name, array.type))
+
+
+def _upgrade(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """An older version's columns as the present version has them."""
+    if batch.schema.equals(schema):
+        return batch
+    arrays = []
+    for field in schema:
+        index = batch.schema.get_field_index(field.name)
+        if index < 0:
+            arrays.append(pa.nulls(batch.num_rows, field.type))
+        else:
+            column = batch.column(index)
+            arrays.append(column if column.type == field.type else column.cast(field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def json_row(event: Event[object]) -> dict[str, JsonValue]:
+    """An event as the command line and the HTTP API show it."""
+    key = event.key
+    shown: JsonValue = None
+    if key is not None:
+        try:
+            shown = key.decode()
+        except UnicodeDecodeError:
+            shown = {"base64": base64.b64encode(key).decode()}
+    return {
+        "stream": event.stream,
+        "partition": event.partition,
+        "offset": event.offset,
+        "key": shown,
+        "time": _iso(event.time),
+        "id": event.id,
+        "type": event.type,
+        "source": event.source,
+        "headers": dict(event.headers),
+        "data": msgspec.to_builtins(event.data),
+    }
+
+
+def _iso(time: dt.datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")

@@ -1,0 +1,525 @@
+"""From what users send to parts that a log can commit: validation, ids, keys, sizes.
+
+Everything a user can get wrong about an event is found here, before anything is written.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time as clock
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import LimitError, RecordError, UsageError
+from penstock.log.api import Limits, Part
+from penstock.log.objects import Stream, check_writable_by_user
+from penstock.records.arrow import (
+    UTC_MICROSECONDS,
+    arrow_schema,
+    codec_of,
+    codec_of_schema,
+    conform,
+    nullable,
+)
+from penstock.records.cloudevents import check_header
+from penstock.records.event import (
+    DATA,
+    DELETED,
+    ENVELOPE,
+    GIVEN,
+    Key,
+    Stamp,
+    first_id,
+    key_bytes,
+    key_column,
+    keys_of,
+    microseconds,
+    new_id_prefix,
+    numbered,
+    partitions_of,
+    partition_of,
+    slice_stamped,
+    stamped,
+)
+from penstock.records.evolution import check_evolution
+from penstock.records.schema import Record, schema_of
+
+SOURCE_CHARS_MAX = 200
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """An event that was checked and got its id; `data` is a record, or packed JSON or bytes."""
+
+    data: Record | bytes | str | None
+    id: str
+    key: bytes | None
+    time_us: int | None
+    type: str | None
+    headers: Mapping[str, str] | None
+    size: int
+
+
+class EventOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The envelope that a sender may give to an event; each has a sensible default."""
+
+    key: Key | None = None
+    id: str | int | None = None
+    time: dt.datetime | None = None
+    type: str | None = None
+    headers: Mapping[str, str] | None = None
+
+
+class Composer:
+    """Makes events of one writer: gives them ids that no other writer gives.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, source: str, limits: Limits) -> None:
+        if not source or len(source) > SOURCE_CHARS_MAX:
+            raise UsageError(f"a source (client id) has 1 to {SOURCE_CHARS_MAX} characters")
+        self.source = source
+        self._limits = limits
+        self._prefix = new_id_prefix()
+        self._next = 0
+        self._lock = threading.Lock()
+        self._checked: set[tuple[int, int, type]] = set()
+
+    # One event at a time
+
+    def admit(
+        self, stream: Stream, data: object, options: EventOptions, *, system: bool = False
+    ) -> Outgoing:
+        """Check one event and give it its id. Raises `UsageError` kinds; nothing is kept.
+
+        Only Penstock itself (`system`) writes to the system's streams.
+        """
+        if not system:
+            check_writable_by_user(stream.name)
+        packed, size = self._pack(stream, data)
+        key = self._key(stream, packed, options.key)
+        headers = _checked_headers(options.headers, self._limits)
+        out = Outgoing(
+            data=packed,
+            id=self._id(stream, options.id),
+            key=key,
+            time_us=self._time(stream, options.time),
+            type=options.type,
+            headers=headers,
+            size=size + len(key or b"") + 64,
+        )
+        if size > self._limits.event_bytes_max:
+            raise _too_large(stream, f"the event is {size} bytes", self._limits)
+        return out
+
+    def _pack(self, stream: Stream, data: object) -> tuple[Record | bytes | str | None, int]:
+        if data is None:
+            if not stream.spec.table:
+                raise RecordError(
+                    f"stream {stream.name} is not a table: an event needs data (only a table's "
+                    "entry can be deleted by sending None)"
+                )
+            return None, 0
+        match stream.spec.content:
+            case "bytes":
+                if not isinstance(data, bytes):
+                    raise RecordError(f"stream {stream.name} holds bytes, not {_kind(data)}")
+                return data, len(data)
+            case "json":
+                text = _json_text(stream, data)
+                return text, len(text)
+        return self._pack_record(stream, data)
+
+    def _pack_record(self, stream: Stream, data: object) -> tuple[Record, int]:
+        schema = stream.record
+        assert schema is not None  # noqa: S101  what content="record" means
+        if isinstance(data, Mapping):
+            value = _from_mapping(stream, data)
+            return value, len(codec_of(type(value)).pack(value))
+        if not isinstance(data, Record):
+            raise RecordError(
+                f"stream {stream.name} holds {schema.name} records, not {_kind(data)}"
+            )
+        self._check_class(stream, type(data))
+        codec = codec_of(type(data))
+        codec.validate(data)
+        return data, len(codec.pack(data))
+
+    def _check_class(self, stream: Stream, record: type[Record]) -> None:
+        seen = (stream.id, stream.version, record)
+        if seen not in self._checked:
+            check_class_fits(stream, record)
+            self._checked.add(seen)
+
+    def _key(
+        self, stream: Stream, packed: Record | bytes | str | None, given: Key | None
+    ) -> bytes | None:
+        key = key_bytes(given)
+        field = stream.spec.key
+        if field is not None and packed is not None:
+            if given is not None:
+                raise UsageError(
+                    f"stream {stream.name} takes its key from the field {field}; "
+                    "leave the key out"
+                )
+            key = _field_key(stream, packed, field)
+        if key is None and stream.spec.table:
+            raise UsageError(f"stream {stream.name} is a table: every event needs a key")
+        if key == b"":
+            raise UsageError(f"stream {stream.name}: the key is empty; leave it out instead")
+        if key is not None and len(key) > self._limits.key_bytes_max:
+            raise LimitError(
+                f"stream {stream.name}: the key {key[:20]!r}… has {len(key)} bytes; at most "
+                f"{self._limits.key_bytes_max} are allowed (key_bytes_max); use a shorter key"
+            )
+        return key
+
+    def _id(self, stream: Stream, given: str | int | None) -> str:
+        if given is None:
+            if stream.spec.ids == "producer":
+                raise UsageError(
+                    f"stream {stream.name} takes its ids from the producer: give every event an id"
+                )
+            return f"{self._prefix}-{self._take(1)}"
+        text = str(given)
+        if not text or len(text) > 500:
+            raise UsageError(f"an event's id has 1 to 500 characters, not {len(text)}")
+        return text
+
+    def _time(self, stream: Stream, given: dt.datetime | None) -> int | None:
+        if given is None:
+            return None if stream.spec.time else clock.time_ns() // 1000
+        if stream.spec.time:
+            raise UsageError(
+                f"stream {stream.name} takes its time from the field {stream.spec.time}; "
+                "leave the time out"
+            )
+        return microseconds(given)
+
+    def part(self, stream: Stream, events: Sequence[Outgoing]) -> Part:
+        """One part of admitted events, in their order."""
+        data = _data_batch(stream, events)
+        columns = {name: data.column(name) for name in data.schema.names}
+        fields = list(data.schema)
+        given: dict[str, Sequence[object]] = {
+            "_id": [event.id for event in events],
+            "_key": [event.key for event in events],
+            "_time": [event.time_us for event in events],
+            "_type": [event.type for event in events],
+            "_headers": [event.headers or None for event in events],
+        }
+        if stream.spec.key is not None and not any(event.data is None for event in events):
+            if stream.record is not None:
+                del given["_key"]
+        for name, values in given.items():
+            if any(value is not None for value in values):
+                columns[name] = pa.array(values, ENVELOPE.field(name).type)
+                fields.append(pa.field(name, columns[name].type))
+        if any(event.data is None for event in events):
+            columns[DELETED] = pa.array([event.data is None for event in events])
+            fields.append(pa.field(DELETED, pa.bool_()))
+        batch = pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
+        return Part(str(stream.name), stamped(batch, self._stamp(stream, 0)))
+
+    def _stamp(self, stream: Stream, rows: int) -> Stamp:
+        return Stamp(
+            id_prefix=self._prefix,
+            id_first=self._take(rows),
+            time_us=clock.time_ns() // 1000,
+            type=stream.type,
+            source=self.source,
+            key_field=stream.spec.key if stream.record is not None else None,
+            time_field=stream.spec.time,
+        )
+
+    def _take(self, count: int) -> int:
+        with self._lock:
+            first, self._next = self._next, self._next + count
+        return first
+
+    # Many events as Arrow
+
+    def arrow_part(self, stream: Stream, batch: pa.RecordBatch | pa.Table) -> Part:
+        """One part of a batch of columns: the record's fields and any of `_key _time _id …`.
+
+        Raises `RecordError` or `LimitError` naming the column; nothing is kept.
+        """
+        check_writable_by_user(stream.name)
+        if isinstance(batch, pa.Table):
+            batch = _one_batch(batch)
+        names = batch.schema.names
+        given = [name for name in names if name in GIVEN and name != "_source"]
+        wrong = [n for n in names if n.startswith("_") and n not in given and n != DELETED]
+        if wrong:
+            raise RecordError(
+                f"the column {wrong[0]} is not one that a writer gives: leave it out "
+                f"(allowed: {', '.join(n for n in GIVEN if n != '_source')})"
+            )
+        arrays, fields = _data_arrays(stream, batch)
+        for name in given:
+            column = _given_column(stream, batch, name)
+            arrays.append(column)
+            fields.append(pa.field(name, column.type))
+        made = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+        if stream.spec.ids == "producer" and "_id" not in given:
+            raise UsageError(
+                f"stream {stream.name} takes its ids from the producer: give the column _id"
+            )
+        made = stamped(made, self._stamp(stream, made.num_rows))
+        self._check_sizes(stream, made)
+        return Part(str(stream.name), made)
+
+    def _check_sizes(self, stream: Stream, batch: pa.RecordBatch) -> None:
+        keys = keys_of(batch)
+        if stream.spec.table and keys.null_count:
+            raise UsageError(f"stream {stream.name} is a table: every event needs a key")
+        lengths = pc.min_max(pc.binary_length(keys))
+        longest = lengths["max"].as_py() or 0
+        if lengths["min"].as_py() == 0:
+            raise UsageError(f"stream {stream.name}: a key is empty; leave it null instead")
+        if longest > self._limits.key_bytes_max:
+            raise LimitError(
+                f"stream {stream.name}: a key has {longest} bytes; at most "
+                f"{self._limits.key_bytes_max} are allowed (key_bytes_max); use shorter keys"
+            )
+        limit = self._limits.event_bytes_max
+        if batch.nbytes <= limit or sum(map(_widest, batch.columns)) <= limit:
+            return
+        for row in range(batch.num_rows):
+            size = batch.slice(row, 1).nbytes
+            if size > limit:
+                raise _too_large(stream, f"row {row} is {size} bytes", self._limits)
+
+
+def check_class_fits(stream: Stream, record: type[Record]) -> None:
+    """Raise unless records of this class can be stored in, and read from, the stream."""
+    schema, mine = stream.record, schema_of(record)
+    if schema is None or mine == schema:
+        return
+    if mine in stream.records:
+        return
+    added = [f.name for f in mine.fields if schema.field(f.name) is None]
+    if added:
+        raise RecordError(
+            f"{mine.name} has the field {added[0]}, which stream {stream.name} does not have yet: "
+            "apply the new record to the stream first (penstock apply, or AlterStream)"
+        )
+    try:
+        check_evolution(mine, schema)
+    except UsageError as error:
+        raise RecordError(
+            f"{mine.name} does not fit the record {schema.name} of stream {stream.name}: {error}"
+        ) from None
+
+
+def split_part(stream: Stream, batch: pa.RecordBatch) -> list[tuple[int, pa.RecordBatch]]:
+    """The events of a stamped batch by partition, in their order; see promise 7."""
+    if stream.partitions == 1:
+        return [(0, batch)] if batch.num_rows else []
+    homes = homes_of(batch, stream.partitions)
+    found: list[tuple[int, pa.RecordBatch]] = []
+    present = sorted(pc.unique(homes).to_pylist())
+    if len(present) == 1:
+        return [(present[0], batch)]
+    batch = numbered(batch)
+    for partition in present:
+        found.append((partition, batch.filter(pc.equal(homes, partition))))
+    return found
+
+
+def homes_of(batch: pa.RecordBatch, partitions: int) -> pa.Array:
+    """The partition of each row. Rows without a key stay together, chosen by the first id."""
+    if partitions == 1:
+        return pa.repeat(pa.scalar(0, pa.int32()), batch.num_rows)
+    keyless = partition_of(first_id(batch).encode(), partitions)
+    return partitions_of(keys_of(batch), partitions, keyless)
+
+
+def chunks(batch: pa.RecordBatch, limits: Limits) -> list[pa.RecordBatch]:
+    """A batch cut so that no stored one exceeds the limits of rows and bytes."""
+    rows = batch.num_rows
+    most = limits.batch_rows_max
+    if batch.nbytes > limits.batch_bytes_max:
+        most = max(1, min(most, rows * limits.batch_bytes_max // batch.nbytes))
+    if rows <= most:
+        return [batch]
+    return [slice_stamped(batch, at, min(most, rows - at)) for at in range(0, rows, most)]
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _too_large(stream: Stream, fact: str, limits: Limits) -> LimitError:
+    return LimitError(
+        f"stream {stream.name}: {fact}; at most {limits.event_bytes_max} are allowed "
+        "(event_bytes_max). Keep the large part elsewhere and send a reference to it, or raise "
+        "the limit with the log option event_bytes_max"
+    )
+
+
+def _json_text(stream: Stream, data: object) -> str:
+    try:
+        return msgspec.json.encode(data).decode()
+    except (TypeError, OverflowError, ValueError, msgspec.MsgspecError) as error:
+        raise RecordError(f"stream {stream.name} holds JSON, and this is none: {error}") from None
+
+
+def _from_mapping(stream: Stream, data: Mapping[object, object]) -> Record:
+    assert stream.record is not None  # noqa: S101  only called for typed streams
+    codec = codec_of_schema(stream.record)
+    try:
+        value = msgspec.convert(data, type=codec.record, strict=True)
+    except msgspec.ValidationError as error:
+        raise RecordError(f"{codec.schema.name}: {error}") from None
+    codec.validate(value)
+    return value
+
+
+def _field_key(stream: Stream, packed: Record | bytes | str, field: str) -> bytes | None:
+    if isinstance(packed, Record):
+        value = getattr(packed, field)
+    else:
+        try:
+            value = msgspec.json.decode(packed)[field]
+        except (KeyError, TypeError, IndexError):
+            raise RecordError(
+                f"stream {stream.name}: the event is no object with the field {field!r}, "
+                "which is the stream's key"
+            ) from None
+    if value is None:
+        return None
+    return key_bytes(value if isinstance(value, str | int | bytes) else str(value))
+
+
+def _checked_headers(
+    headers: Mapping[str, str] | None, limits: Limits
+) -> Mapping[str, str] | None:
+    if not headers:
+        return None
+    for name, value in headers.items():
+        check_header(name, value)
+    size = sum(len(n) + len(v) for n, v in headers.items())
+    if size > limits.headers_bytes_max:
+        raise LimitError(
+            f"the headers have {size} bytes; at most {limits.headers_bytes_max} are allowed "
+            "(headers_bytes_max)"
+        )
+    return dict(headers)
+
+
+def _data_batch(stream: Stream, events: Sequence[Outgoing]) -> pa.RecordBatch:
+    values = [event.data for event in events]
+    if stream.record is None:
+        type_ = pa.binary() if stream.spec.content == "bytes" else pa.string()
+        return pa.RecordBatch.from_arrays([pa.array(values, type_)], [DATA])
+    classes = {type(value) for value in values if value is not None}
+    if len(classes) == 1:
+        batch = codec_of(classes.pop()).to_arrow(values)  # type: ignore[arg-type]
+        return _conformed(stream, batch, deleted=None in values)
+    deleted = None in values
+    parts = [_data_batch_of(stream, value, deleted) for value in values]
+    return pa.concat_batches(parts)
+
+
+def _data_batch_of(stream: Stream, value: object, deleted: bool) -> pa.RecordBatch:
+    codec = codec_of(type(value)) if value is not None else codec_of_schema(stream.record)  # type: ignore[arg-type]
+    return _conformed(stream, codec.to_arrow([value]), deleted)  # type: ignore[list-item]
+
+
+def _conformed(stream: Stream, batch: pa.RecordBatch, deleted: bool) -> pa.RecordBatch:
+    record = stream.record
+    assert record is not None  # noqa: S101  only called for typed streams
+    schema = arrow_schema(record)
+    if batch.schema.equals(schema):
+        return batch
+    if not deleted:
+        return conform(batch, record)
+    arrays = [
+        batch.column(field.name)
+        if field.name in batch.schema.names
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=nullable(schema))
+
+
+def _one_batch(table: pa.Table) -> pa.RecordBatch:
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+
+
+def _data_arrays(
+    stream: Stream, batch: pa.RecordBatch
+) -> tuple[list[pa.Array], list[pa.Field]]:
+    plain = batch.select([name for name in batch.schema.names if not name.startswith("_")])
+    deleted = DELETED in batch.schema.names
+    if deleted and not stream.spec.table:
+        raise RecordError(f"stream {stream.name} is not a table: leave the column {DELETED} out")
+    if stream.record is None:
+        kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
+        if plain.schema.names != [DATA] or plain.column(0).type != kind:
+            raise RecordError(f"stream {stream.name} has one data column, {DATA}: {kind}")
+        _check_json(stream, plain.column(0))
+    elif deleted:
+        return _table_arrays(stream, batch, plain)
+    else:
+        plain = codec_of_schema(stream.record).check_arrow(plain)
+    return list(plain.columns), list(plain.schema)
+
+
+def _check_json(stream: Stream, column: pa.Array) -> None:
+    if stream.spec.content != "json":
+        return
+    for row, text in enumerate(column.to_pylist()):
+        try:
+            msgspec.json.decode(text)
+        except (msgspec.DecodeError, TypeError) as error:
+            raise RecordError(f"stream {stream.name}: row {row} is not JSON: {error}") from None
+
+
+def _table_arrays(
+    stream: Stream, batch: pa.RecordBatch, plain: pa.RecordBatch
+) -> tuple[list[pa.Array], list[pa.Field]]:
+    """Changes of a typed table, some of which delete: only the others must be whole records."""
+    deleted = batch.column(DELETED).fill_null(False)
+    record = stream.record
+    assert record is not None  # noqa: S101  only called for typed streams
+    codec_of_schema(record).check_arrow(plain.filter(pc.invert(deleted)))
+    schema = nullable(arrow_schema(record))
+    columns = [plain.column(field.name).cast(field.type) for field in schema]
+    return [*columns, deleted], [*schema, pa.field(DELETED, pa.bool_())]
+
+
+def _given_column(stream: Stream, batch: pa.RecordBatch, name: str) -> pa.Array:
+    column = batch.column(name)
+    if name == "_key":
+        if stream.spec.key is not None and not stream.spec.table:
+            raise UsageError(
+                f"stream {stream.name} takes its key from the field {stream.spec.key}; "
+                "leave the column _key out"
+            )
+        return key_column(column)
+    wanted = UTC_MICROSECONDS if name == "_time" else ENVELOPE.field(name).type
+    try:
+        column = column.cast(wanted)
+    except pa.ArrowException as error:
+        raise RecordError(f"the column {name} is {column.type}, not {wanted}: {error}") from None
+    if name == "_headers":
+        for row in filter(None, column.to_pylist()):
+            for header, value in row:
+                check_header(header, value)
+    return column
+
+
+def _widest(column: pa.Array) -> int:
+    """An upper bound of a row's bytes in this column."""
+    if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
+        return (pc.max(pc.binary_length(column)).as_py() or 0) + 4
+    if pa.types.is_nested(column.type):
+        return int(column.nbytes)
+    return 16

@@ -1,0 +1,72 @@
+"""Names of objects: what they may look like, and how a stream is addressed.
+
+`orders` is the stream orders of the namespace default, `shop.orders` that of shop. Names
+hold no dots, so that `namespace.stream` can be a Kafka topic and be taken apart again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from penstock.errors import BadNameError
+
+DEFAULT = "default"
+SYSTEM = "_system"
+NAME_CHARS_MAX = 100
+PRODUCER_CHARS_MAX = 200
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_PRODUCER = re.compile(r"[\x21-\x7e]+")
+
+
+class StreamName(NamedTuple):
+    """A stream's namespace and name; as text, the default namespace is left out."""
+
+    namespace: str
+    stream: str
+
+    def __str__(self) -> str:
+        return self.stream if self.namespace == DEFAULT else f"{self.namespace}.{self.stream}"
+
+
+OBJECTS = StreamName(SYSTEM, "objects")
+METRICS = StreamName(SYSTEM, "metrics")
+
+
+def parse_stream(text: str) -> StreamName:
+    """The stream that `text` addresses; `BadNameError` says what is wrong with it."""
+    namespace, dot, stream = text.rpartition(".")
+    if dot and "." in namespace:
+        raise BadNameError(
+            f"{text!r} has more than one dot: a stream is NAME or NAMESPACE.NAME, "
+            "and names hold no dots; use - or _ instead"
+        )
+    name = StreamName(namespace if dot else DEFAULT, stream)
+    check_name(name.stream, "stream")
+    if name.namespace != SYSTEM:
+        check_name(name.namespace, "namespace")
+    return name
+
+
+def check_name(name: str, kind: str) -> None:
+    """Raise `BadNameError` unless `name` may name a new object of this kind."""
+    if len(name) > NAME_CHARS_MAX:
+        raise BadNameError(
+            f"the {kind} name {name[:20]!r}… has {len(name)} characters: "
+            f"at most {NAME_CHARS_MAX} are allowed (name_chars_max); choose a shorter one"
+        )
+    if not _NAME.fullmatch(name):
+        raise BadNameError(
+            f"{name!r} is not a {kind} name: use letters, digits, - and _, "
+            "starting with a letter or digit"
+        )
+
+
+def check_producer(name: str) -> None:
+    """Raise `BadNameError` unless `name` may name a producer."""
+    if len(name) > PRODUCER_CHARS_MAX or not _PRODUCER.fullmatch(name):
+        raise BadNameError(
+            f"{name[:40]!r} is not a producer name: use 1 to {PRODUCER_CHARS_MAX} printable "
+            "ASCII characters without spaces"
+        )

@@ -1,0 +1,333 @@
+"""Objects of a log (namespaces and streams) and the changes that make them.
+
+A change is data. `Log.apply` carries a list of them out as one; `resolve` is the part that
+is the same in every engine: whether a change is allowed, and what the stream is after it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import BadNameError, EvolutionError, LimitError, RecordError, UsageError
+from penstock.log.names import DEFAULT, SYSTEM, StreamName, check_name, parse_stream
+from penstock.records.evolution import check_evolution
+from penstock.records.schema import Maybe, Record, Scalar, Schema, Type, schema_of
+
+Acks = Literal["write", "majority", "all"]
+Ids = Literal["log", "producer"]
+Content = Literal["record", "json", "bytes"]
+ACKS_ORDER: dict[Acks, int] = {"write": 0, "majority": 1, "all": 2}
+
+
+class Defaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream gets that does not say: the log's options of the same names."""
+
+    partitions: int = 1
+    replication: int = 1
+
+
+class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stream is declared.
+
+    `record` is the schema of its data; without one it holds JSON, or bytes if `content` says
+    so. `key` and `time` name the field that is the event's key and time. `retention_bytes`
+    counts per partition. `replication` means something on Kafka only. `origin` is the
+    catalogue file that declared it.
+    """
+
+    name: str
+    record: Schema | None = None
+    content: Content = "json"
+    key: str | None = None
+    time: str | None = None
+    partitions: int | None = None
+    replication: int | None = None
+    retention_ms: int | None = None
+    retention_bytes: int | None = None
+    ids: Ids = "log"
+    acks: Acks = "majority"
+    table: bool = False
+    origin: str = ""
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream as it is: its declaration, and what became of it.
+
+    `grown` lists the numbers of partitions it has had, the present one last; `records` are
+    the schema versions, the present one last. `id` is never reused; `version` changes
+    whenever the stream does.
+    """
+
+    id: int
+    name: StreamName
+    spec: StreamSpec
+    grown: tuple[int, ...]
+    records: tuple[Schema, ...]
+    created: dt.datetime
+    version: int
+
+    @property
+    def partitions(self) -> int:
+        return self.grown[-1]
+
+    @property
+    def record(self) -> Schema | None:
+        return self.records[-1] if self.records else None
+
+    @property
+    def type(self) -> str:
+        """The type of its events, unless they say another."""
+        return self.record.name if self.record else str(self.name)
+
+
+def declare(
+    name: str,
+    record: type[Record] | None = None,
+    *,
+    key: str | None = None,
+    time: str | None = None,
+    content: Literal["json", "bytes"] | None = None,
+    **settings: object,
+) -> StreamSpec:
+    """A stream's declaration from a record class: `declare("orders", Order, key="user")`.
+
+    Takes every setting of `StreamSpec` by name.
+    """
+    values = {
+        "name": name,
+        "record": schema_of(record) if record else None,
+        "content": "record" if record else content or "json",
+        "key": key,
+        "time": time,
+        **settings,
+    }
+    try:
+        return msgspec.convert(values, type=StreamSpec)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the stream {name} cannot be declared: {error}") from None
+
+
+class CreateNamespace(msgspec.Struct, frozen=True, tag="create namespace"):
+    name: str
+
+
+class DropNamespace(msgspec.Struct, frozen=True, tag="drop namespace"):
+    name: str
+
+
+class CreateStream(msgspec.Struct, frozen=True, tag="create stream"):
+    spec: StreamSpec
+
+
+class AlterStream(msgspec.Struct, frozen=True, tag="alter stream"):
+    """Make the stream what `spec` says, where that is allowed."""
+
+    spec: StreamSpec
+
+
+class GrowStream(msgspec.Struct, frozen=True, tag="grow stream"):
+    name: str
+    partitions: int
+
+
+class DropStream(msgspec.Struct, frozen=True, tag="drop stream"):
+    name: str
+
+
+Change = CreateNamespace | DropNamespace | CreateStream | AlterStream | GrowStream | DropStream
+
+
+def check_namespace_name(name: str) -> None:
+    check_name(name, "namespace")
+
+
+def check_not_kept(namespace: str) -> None:
+    if namespace in (DEFAULT, SYSTEM):
+        raise UsageError(f"the namespace {namespace} always exists and cannot be removed")
+
+
+def check_writable_by_user(name: StreamName) -> None:
+    if name.namespace == SYSTEM:
+        raise BadNameError(f"{name} is the system's own: choose another namespace")
+
+
+def check_spec(spec: StreamSpec, partitions_max: int) -> StreamName:
+    """Raise the `UsageError` that says what is wrong with a declaration."""
+    name = parse_stream(spec.name)
+    if (spec.record is not None) != (spec.content == "record"):
+        raise UsageError(f"stream {name}: content 'record' goes with a record, and only with one")
+    if spec.partitions is not None:
+        check_partitions(name, spec.partitions, partitions_max)
+    if spec.ids == "producer" and spec.partitions not in (None, 1):
+        raise UsageError(
+            f"stream {name}: ids='producer' needs one partition, since its ids are compared "
+            f"in one place; it asks for {spec.partitions}"
+        )
+    for setting in ("retention_ms", "retention_bytes", "replication"):
+        value = getattr(spec, setting)
+        if value is not None and value <= 0:
+            raise UsageError(f"stream {name}: {setting} is {value}; it must be positive")
+    _check_key(spec, name)
+    _check_time(spec, name)
+    return name
+
+
+def check_partitions(name: StreamName, partitions: int, partitions_max: int) -> None:
+    if not 1 <= partitions <= partitions_max:
+        raise LimitError(
+            f"stream {name}: {partitions} partitions asked for; 1 to {partitions_max} are allowed "
+            "(partitions_max)"
+        )
+
+
+def _check_key(spec: StreamSpec, name: StreamName) -> None:
+    if spec.key is None:
+        return
+    if spec.content == "bytes":
+        raise UsageError(f"stream {name}: bytes have no field {spec.key!r} to be the key")
+    type_ = _field_type(spec, name, spec.key, "key")
+    if type_ is not None and not (
+        isinstance(type_, Scalar) and type_.kind in ("str", "int", "bytes", "uuid")
+    ):
+        raise RecordError(
+            f"stream {name}: the key {spec.key} is {type_}; a key is str, int, bytes or UUID"
+        )
+
+
+def _check_time(spec: StreamSpec, name: StreamName) -> None:
+    if spec.time is None:
+        return
+    if spec.record is None:
+        raise UsageError(f"stream {name}: time={spec.time!r} needs a record with that field")
+    type_ = _field_type(spec, name, spec.time, "time")
+    if not (isinstance(type_, Scalar) and type_.kind == "datetime"):
+        raise RecordError(f"stream {name}: the time {spec.time} is {type_}; it must be a datetime")
+
+
+def _field_type(spec: StreamSpec, name: StreamName, wanted: str, role: str) -> Type | None:
+    if spec.record is None:
+        return None
+    field = spec.record.field(wanted)
+    if field is None:
+        names = ", ".join(f.name for f in spec.record.fields)
+        raise RecordError(
+            f"stream {name}: {spec.record.name} has no field {wanted!r} to be the {role}; "
+            f"it has {names}"
+        )
+    return field.type.of if isinstance(field.type, Maybe) else field.type
+
+
+def check_alter(stream: Stream, spec: StreamSpec) -> None:
+    """Raise unless the stream may become what `spec` says; partitions may only grow."""
+    fixed = [s for s in ("content", "key", "ids", "table") if _differs(stream.spec, spec, s)]
+    if fixed:
+        old, new = getattr(stream.spec, fixed[0]), getattr(spec, fixed[0])
+        raise EvolutionError(
+            f"stream {stream.name}: {fixed[0]} cannot change from {old!r} to {new!r}: stored events "
+            "would get another meaning; create a new stream and copy the events over"
+        )
+    if spec.partitions is not None and spec.partitions < stream.partitions:
+        raise EvolutionError(
+            f"stream {stream.name} has {stream.partitions} partitions and cannot have "
+            f"{spec.partitions}: partitions only grow"
+        )
+    if spec.record is not None and stream.record is not None:
+        check_evolution(stream.record, spec.record)
+
+
+def _differs(old: StreamSpec, new: StreamSpec, setting: str) -> bool:
+    return bool(getattr(old, setting) != getattr(new, setting))
+
+
+def is_destructive(change: Change, before: Stream | None) -> bool:
+    """Whether a change removes stored events, now or at the next retention."""
+    if isinstance(change, DropStream | DropNamespace):
+        return True
+    if not isinstance(change, AlterStream) or before is None:
+        return False
+    return any(
+        _less(getattr(change.spec, setting), getattr(before.spec, setting))
+        for setting in ("retention_ms", "retention_bytes")
+    )
+
+
+def _less(new: int | None, old: int | None) -> bool:
+    return new is not None and (old is None or new < old)
+
+
+def describe_change(change: Change, before: Stream | None = None) -> str:
+    """A change in words, as the plan shows it."""
+    match change:
+        case CreateNamespace(name=name):
+            return f"create namespace {name}"
+        case DropNamespace(name=name):
+            return f"drop namespace {name}"
+        case CreateStream(spec=spec):
+            return f"create stream {spec.name} ({_about(spec)})"
+        case GrowStream(name=name, partitions=partitions):
+            had = f" from {before.partitions}" if before else ""
+            return f"grow stream {name}{had} to {partitions} partitions"
+        case DropStream(name=name):
+            return f"drop stream {name} and all its events"
+        case AlterStream(spec=spec):
+            return f"alter stream {spec.name}: {_differences(spec, before)}"
+
+
+def _about(spec: StreamSpec) -> str:
+    found = [str(spec.record) if spec.record else spec.content]
+    found += [f"key {spec.key}"] if spec.key else []
+    found += [f"{spec.partitions} partitions"] if spec.partitions not in (None, 1) else []
+    found += ["ids from the producer"] if spec.ids == "producer" else []
+    found += ["table"] if spec.table else []
+    return ", ".join(found)
+
+
+def _differences(spec: StreamSpec, before: Stream | None) -> str:
+    if before is None:
+        return "as declared"
+    old = before.spec
+    found = []
+    for setting in ("acks", "retention_ms", "retention_bytes", "replication", "time", "origin"):
+        if _differs(old, spec, setting):
+            found.append(f"{setting} {getattr(old, setting)} → {getattr(spec, setting)}")
+    if spec.record != before.record and spec.record and before.record:
+        added = [str(f.name) for f in spec.record.fields if before.record.field(f.name) is None]
+        found.append(f"record version {len(before.records) + 1} (adds {', '.join(added)})")
+    return "; ".join(found) or "nothing"
+
+
+class ObjectChanged(Record):
+    """The record of `_system.objects`: one change of one object."""
+
+    action: str
+    object: str
+    description: str
+    change: str
+
+
+def to_event(change: Change, description: str) -> ObjectChanged:
+    text = msgspec.json.encode(change).decode()
+    name = change.spec.name if isinstance(change, CreateStream | AlterStream) else change.name
+    kind = change.__struct_config__.tag
+    return ObjectChanged(action=str(kind), object=name, description=description, change=text)
+
+
+class Metric(Record):
+    """The record of `_system.metrics`: one measured value of one thing."""
+
+    name: str
+    value: float
+    labels: dict[str, str]
+
+
+def system_streams() -> Sequence[StreamSpec]:
+    """The streams that every log has."""
+    week_ms = 7 * 24 * 3600 * 1000
+    return (
+        declare("_system.objects", ObjectChanged, key="object"),
+        declare("_system.metrics", Metric, key="name", retention_ms=week_ms, acks="write"),
+    )

@@ -1,0 +1,154 @@
+"""Reading a stream across its partitions: from where, up to where, and on as it grows."""
+
+from __future__ import annotations
+
+import datetime as dt
+import heapq
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast, overload
+
+import msgspec
+
+from penstock.errors import DamagedError, UsageError
+from penstock.log.api import Log, Start
+from penstock.log.batch import Batch
+from penstock.log.compose import check_class_fits
+from penstock.log.objects import Stream
+from penstock.records.event import Event, Key, key_bytes, partition_of
+from penstock.records.schema import Record
+
+R = TypeVar("R", bound=Record)
+
+MERGED_PARTITIONS_MAX = 16
+"""With more partitions than this, they are read one after the other: memory stays bounded."""
+FOLLOW_WAIT_S = 1.0
+
+
+class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to read.
+
+    `start` is earliest, latest, an offset (of every partition) or a time of append. `follow`
+    goes on with new events until `stop` is set. `on_damage` is told of damaged batches, which
+    are then left out; without it they raise.
+    """
+
+    start: Start = "earliest"
+    partitions: Sequence[int] | None = None
+    key: Key | None = None
+    follow: bool = False
+    stop: threading.Event | None = None
+    on_damage: Callable[[DamagedError], None] | None = None
+
+
+def read_batches(
+    log: Log, stream: str, options: ReadOptions = ReadOptions()
+) -> Iterator[Batch]:
+    """Batches of all chosen partitions, in the order of their commits where the log has one.
+
+    What is there when it is called, and with `follow` what comes later. Within a partition
+    always in order of offset.
+    """
+    found = log.stream(stream)
+    positions = {p: start_offset(log, stream, p, options.start) for p in _chosen(found, options)}
+    stop = options.stop or threading.Event()
+    while True:
+        for batch in _pass(log, stream, positions, options):
+            yield batch
+            if stop.is_set():
+                return
+        if not options.follow:
+            return
+        while not log.wait(stream, positions, FOLLOW_WAIT_S):
+            if stop.is_set():
+                return
+            _see_growth(log.stream(stream), positions, options)
+
+
+@overload
+def read_events(
+    log: Log, stream: str, record: type[R], options: ReadOptions = ...
+) -> Iterator[Event[R]]: ...
+
+
+@overload
+def read_events(
+    log: Log, stream: str, record: None = None, options: ReadOptions = ...
+) -> Iterator[Event[object]]: ...
+
+
+def read_events(
+    log: Log,
+    stream: str,
+    record: type[R] | None = None,
+    options: ReadOptions = ReadOptions(),
+) -> Iterator[Event[R]] | Iterator[Event[object]]:
+    """Events one by one; `data` is a record of the class given, or what the stream holds."""
+    if record is not None:
+        check_class_fits(log.stream(stream), record)
+    key = key_bytes(options.key)
+    for batch in read_batches(log, stream, options):
+        yield from cast(Iterator[Event[R]], batch.events(record, key))
+
+
+def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:
+    """The offset at which reading a partition starts."""
+    if isinstance(start, dt.datetime):
+        return log.offset_at(stream, partition, start)
+    if start == "latest":
+        return log.offsets(stream)[partition].next
+    if start == "earliest":
+        return log.offsets(stream)[partition].first
+    if start < 0:
+        raise UsageError(f"an offset is 0 or more, not {start}")
+    return start
+
+
+def _chosen(stream: Stream, options: ReadOptions) -> list[int]:
+    key = key_bytes(options.key)
+    if key is not None:
+        return sorted({partition_of(key, grown) for grown in stream.grown})
+    if options.partitions is None:
+        return list(range(stream.partitions))
+    for partition in options.partitions:
+        if not 0 <= partition < stream.partitions:
+            raise UsageError(
+                f"stream {stream.name} has no partition {partition}: "
+                f"it has 0 to {stream.partitions - 1}"
+            )
+    return list(options.partitions)
+
+
+def _see_growth(stream: Stream, positions: dict[int, int], options: ReadOptions) -> None:
+    """Start at the beginning of partitions that were added since."""
+    if options.partitions is None:
+        for partition in _chosen(stream, options):
+            positions.setdefault(partition, 0)
+
+
+def _pass(
+    log: Log, stream: str, positions: dict[int, int], options: ReadOptions
+) -> Iterator[Batch]:
+    """Everything that is there now; moves the positions along."""
+    sources = [_partition(log, stream, p, positions, options) for p in sorted(positions)]
+    if len(sources) > MERGED_PARTITIONS_MAX:
+        for source in sources:
+            yield from source
+    else:
+        yield from heapq.merge(*sources, key=lambda batch: (batch.commit, batch.partition))
+
+
+def _partition(
+    log: Log, stream: str, partition: int, positions: dict[int, int], options: ReadOptions
+) -> Iterator[Batch]:
+    while True:
+        try:
+            for batch in log.read(stream, partition, positions[partition]):
+                positions[partition] = batch.next_offset
+                yield batch
+            return
+        except DamagedError as damage:
+            if options.on_damage is None:
+                raise
+            options.on_damage(damage)
+            positions[partition] = damage.last_offset + 1

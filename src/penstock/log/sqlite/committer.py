@@ -1,0 +1,260 @@
+"""One writer per process, and many commits in one SQLite transaction.
+
+Threads that want to write queue up; whoever gets the writer's lock commits for all that
+wait by then. So a lone commit pays for no hand-over, and many small ones share one fsync.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import apsw
+
+from penstock.errors import (
+    ClosedError,
+    CommitOutcomeUnknownError,
+    LogBusyError,
+    LogFullError,
+    PenstockError,
+)
+from penstock.failpoints import failpoint
+from penstock.log.sqlite.connection import connect, now_us, sql, translate, translated
+
+T = TypeVar("T")
+GROUP_MAX = 256
+
+
+class Write:
+    """An open SQLite write transaction, with the counters that its commits share."""
+
+    def __init__(self, connection: apsw.Connection) -> None:
+        self.connection = connection
+        self.dirty = False
+        self.commit_number, self.epoch, last_us = self._row(sql("state"))
+        self.time_us: int = max(now_us(), last_us)
+        self._partitions: dict[tuple[int, int], list[int]] = {}
+
+    def _row(self, statement: str, *values: object) -> tuple[int, ...]:
+        row = self.connection.execute(statement, values).fetchone()  # type: ignore[arg-type]
+        return row  # type: ignore[return-value]
+
+    def run(self, name: str, *values: object) -> apsw.Cursor:
+        """Run a statement that changes something."""
+        self.dirty = True
+        return self.connection.execute(sql(name), values)  # type: ignore[arg-type]
+
+    def look(self, name: str, *values: object) -> apsw.Cursor:
+        """Run a statement that only reads."""
+        return self.connection.execute(sql(name), values)  # type: ignore[arg-type]
+
+    def next_commit(self) -> int:
+        self.dirty = True
+        self.commit_number += 1
+        return self.commit_number
+
+    def take_offsets(self, stream_id: int, partition: int, rows: int, size: int) -> int:
+        """The first of `rows` new offsets for a batch of `size` bytes."""
+        self.dirty = True
+        place = (stream_id, partition)
+        if place not in self._partitions:
+            self._partitions[place] = list(self._row(sql("partition"), *place))
+        counters = self._partitions[place]
+        first = counters[0]
+        counters[0] += rows
+        counters[1] += size
+        counters[2] += 1
+        return first
+
+    def finish(self) -> None:
+        """Write the shared counters; called once, before COMMIT."""
+        for (stream_id, partition), counters in self._partitions.items():
+            self.run("save_partition", *counters, stream_id, partition)
+        self.run("save_state", self.commit_number, self.epoch, self.time_us)
+
+
+class _Ticket(Generic[T]):
+    """One thread's wish to write, and what became of it."""
+
+    def __init__(self, work: Callable[[Write], T], durable: bool) -> None:
+        self.work = work
+        self.durable = durable
+        self.done = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+    def outcome(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self.result  # type: ignore[return-value]
+
+
+class Committer:
+    """Runs work in write transactions, in the order it came, grouped where it can be.
+
+    Work looks before it writes: what it raises before its first change concerns it alone,
+    and anything it raises later undoes the group, whose members are then run one by one.
+    """
+
+    def __init__(self, path: Path, vfs: str | None, on_commit: Callable[[], None]) -> None:
+        self._path = path
+        self._vfs = vfs
+        self._on_commit = on_commit
+        self._lock = threading.Lock()
+        self._queue: deque[_Ticket[object]] = deque()
+        self._connection: apsw.Connection | None = None
+        self._durable: bool | None = None
+        self._closed = False
+
+    def submit(self, work: Callable[[Write], T], *, durable: bool, timeout_s: float) -> T:
+        """Do the work in a committed transaction.
+
+        Raises what the work raised; `LogBusyError` when the writer was not free in time (the
+        work is not done); `CommitOutcomeUnknownError` when COMMIT itself failed.
+        """
+        ticket: _Ticket[T] = _Ticket(work, durable)
+        self._queue.append(ticket)  # type: ignore[arg-type]
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            return self._give_up(ticket)
+        try:
+            while not ticket.done:
+                self._commit_waiting(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._lock.release()
+        return ticket.outcome()
+
+    def _give_up(self, ticket: _Ticket[T]) -> T:
+        try:
+            self._queue.remove(ticket)  # type: ignore[arg-type]
+        except ValueError:
+            # Somebody took it meanwhile; its COMMIT is under way.
+            if ticket.done:
+                return ticket.outcome()
+            raise CommitOutcomeUnknownError(
+                f"the commit to {self._path} did not finish in time; it may still happen: "
+                "commit again under the same name"
+            ) from None
+        raise LogBusyError(f"{self._path}: the writer was not free in time; try again")
+
+    def _commit_waiting(self, timeout_s: float) -> None:
+        group: list[_Ticket[object]] = []
+        while self._queue and len(group) < GROUP_MAX:
+            group.append(self._queue.popleft())
+        try:
+            if not self._run(group, timeout_s):
+                for ticket in group:
+                    ticket.error = None
+                    self._run([ticket], timeout_s)
+        finally:
+            for ticket in group:
+                ticket.done = True
+            self._on_commit()
+
+    def _run(self, group: list[_Ticket[object]], timeout_s: float) -> bool:
+        """Run a group in one transaction; False where its members must be run one by one."""
+        try:
+            write = self._begin(any(ticket.durable for ticket in group), timeout_s)
+        except PenstockError as error:
+            for ticket in group:
+                ticket.error = error
+            return True
+        try:
+            for ticket in group:
+                self._work(write, ticket)
+            if write.dirty:
+                write.finish()
+                failpoint("commit.producer")
+        except Exception as error:
+            self._roll_back(write.connection)
+            if len(group) > 1:
+                return False
+            known = translate(error, self._path) if isinstance(error, apsw.Error) else error
+            group[0].error = known
+            return True
+        except BaseException:  # the leading thread is being ended; the others may try again
+            self._roll_back(write.connection)
+            for ticket in group:
+                ticket.error = LogBusyError("the write was interrupted; try again")
+            raise
+        self._commit(write, group)
+        return True
+
+    def _begin(self, durable: bool, timeout_s: float) -> Write:
+        with translated(self._path):
+            connection = self._writer()
+            if durable != self._durable:
+                level = "FULL" if durable else "NORMAL"
+                connection.execute(f"PRAGMA synchronous = {level}").fetchall()
+                self._durable = durable
+            connection.set_busy_timeout(int(timeout_s * 1000))
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                write = Write(connection)
+                failpoint("commit.begun")
+            except BaseException:
+                self._roll_back(connection)
+                raise
+            return write
+
+    def _writer(self) -> apsw.Connection:
+        if self._closed:
+            raise ClosedError(f"the log {self._path} is closed")
+        if self._connection is None:
+            self._connection = connect(self._path, self._vfs)
+        return self._connection
+
+    def _work(self, write: Write, ticket: _Ticket[object]) -> None:
+        before, write.dirty = write.dirty, False
+        try:
+            ticket.result = ticket.work(write)
+        except PenstockError as error:
+            if write.dirty:
+                raise
+            ticket.error = error
+        write.dirty = write.dirty or before
+
+    def _commit(self, write: Write, group: list[_Ticket[object]]) -> None:
+        try:
+            write.connection.execute("COMMIT" if write.dirty else "ROLLBACK")
+            failpoint("commit.committed")
+        except BaseException as error:
+            self._roll_back(write.connection)
+            unknown = self._unknown(error)
+            for ticket in group:
+                ticket.error = ticket.error or unknown
+            if not isinstance(error, Exception):
+                raise
+
+    def _unknown(self, error: BaseException) -> BaseException:
+        if isinstance(error, apsw.FullError):
+            return LogFullError(
+                f"the disk that holds {self._path} is full; nothing was written: free some space "
+                "and try again"
+            )
+        if isinstance(error, apsw.BusyError):
+            return translate(error, self._path)
+        return CommitOutcomeUnknownError(
+            f"COMMIT on {self._path} failed ({error}); after a crash it may turn out to have "
+            "happened: commit again under the same name"
+        )
+
+    def _roll_back(self, connection: apsw.Connection) -> None:
+        """End a failed transaction; where even that fails, a new connection takes over."""
+        try:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+        except apsw.Error:
+            self._connection = None
+            self._durable = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

@@ -1,0 +1,252 @@
+"""Connections to the log's SQLite file: how it is opened, and what its errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.resources
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import apsw
+
+from penstock import errors
+from penstock.failpoints import failpoint
+
+APPLICATION_ID = 0x50454E53  # "PENS"
+FORMAT = 1
+SQLITE_MIN = (3, 51, 3)
+PAGE_BYTES = 8192
+WAL_PAGES_MAX = 2048
+WAL_BYTES_KEPT = 64 << 20
+CACHE_KIB = 16 << 10
+READERS_IDLE_MAX = 8
+SQLITE_HEADER = b"SQLite format 3\x00"
+
+
+@functools.cache
+def sql(name: str) -> str:
+    """The statement of that name in `queries.sql`."""
+    return _statements()[name]
+
+
+@functools.cache
+def _statements() -> dict[str, str]:
+    text = importlib.resources.files(__package__).joinpath("queries.sql").read_text("utf-8")
+    found = {}
+    for block in text.split("-- name: ")[1:]:
+        name, _, body = block.partition("\n")
+        found[name.strip()] = body.strip()
+    return found
+
+
+def statement_names() -> list[str]:
+    return list(_statements())
+
+
+def migration(number: int) -> str:
+    """The script that turns format `number - 1` into format `number`."""
+    folder = importlib.resources.files(__package__).joinpath("migrations")
+    return folder.joinpath(f"{number:04}.sql").read_text("utf-8")
+
+
+def check_sqlite_version() -> None:
+    """Refuse an SQLite with the WAL-reset bug, which can corrupt a log."""
+    version = apsw.sqlite_lib_version()
+    if tuple(map(int, version.split("."))) < SQLITE_MIN:
+        wanted = ".".join(map(str, SQLITE_MIN))
+        raise errors.LogFormatError(
+            f"SQLite {version} is too old: before {wanted} it can corrupt a log in WAL mode; "
+            "upgrade the package apsw, which brings its own SQLite"
+        )
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into ours; the message names the file and the way out."""
+    try:
+        yield
+    except apsw.Error as error:
+        raise translate(error, path) from error
+
+
+def translate(error: apsw.Error, path: Path) -> errors.LogError:
+    match error:
+        case apsw.FullError():
+            return errors.LogFullError(
+                f"the disk that holds {path} is full; free some space and try again"
+            )
+        case apsw.BusyError() | apsw.LockedError():
+            return errors.LogBusyError(
+                f"{path} was held by another writer for too long; try again"
+            )
+        case apsw.ReadOnlyError() | apsw.CantOpenError() | apsw.PermissionsError():
+            return errors.LogReadOnlyError(
+                f"{path} cannot be opened for writing: {error}; a log needs write access to its "
+                "file and its directory"
+            )
+        case apsw.NotADBError():
+            return errors.LogFormatError(f"{path} is not a Penstock log: {error}")
+        case apsw.CorruptError():
+            return errors.LogError(
+                f"{path} is damaged: {error}; `penstock verify` tells what can still be read, "
+                "then restore a backup"
+            )
+        case apsw.IOError():
+            return errors.LogIOError(f"the disk failed under {path}: {error}")
+    return errors.LogError(f"{path}: {error}")
+
+
+def connect(path: Path, vfs: str | None = None) -> apsw.Connection:
+    """A connection with the settings that every user of the file must have."""
+    connection = apsw.Connection(str(path), vfs=vfs, statementcachesize=200)
+    connection.set_busy_timeout(10_000)
+    for pragma in (
+        "mmap_size = 0",
+        f"cache_size = -{CACHE_KIB}",
+        "foreign_keys = ON",
+        f"journal_size_limit = {WAL_BYTES_KEPT}",
+        f"wal_autocheckpoint = {WAL_PAGES_MAX}",
+        "synchronous = FULL",
+        "temp_store = MEMORY",
+    ):
+        connection.execute(f"PRAGMA {pragma}").fetchall()
+    return connection
+
+
+def prepare_file(path: Path, vfs: str | None, create: bool) -> None:
+    """Make the file a log of the present format, or raise why it cannot be one."""
+    if not path.exists():
+        _check_creatable(path, create)
+    elif path.is_dir():
+        raise errors.LogFormatError(f"{path} is a directory; a log is a file, such as penstock.db")
+    else:
+        _check_header(path)
+    with translated(path), contextlib.closing(connect(path, vfs)) as connection:
+        if _format(connection) == FORMAT:
+            _check_application(connection, path)
+            return
+        _migrate(connection, path)
+
+
+def _check_creatable(path: Path, create: bool) -> None:
+    if not create:
+        raise errors.UnknownObjectError(
+            f"there is no log at {path}: create a stream there first (penstock stream create), "
+            "or name another with --log or PENSTOCK_LOG"
+        )
+    if not path.parent.is_dir():
+        raise errors.LogReadOnlyError(f"the directory {path.parent} does not exist: make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise errors.LogReadOnlyError(
+            f"the directory {path.parent} is read-only: a log needs write access to its directory"
+        )
+
+
+def _check_header(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            header = file.read(len(SQLITE_HEADER))
+    except OSError as error:
+        raise errors.LogReadOnlyError(f"{path} cannot be read: {error.strerror}") from None
+    if header not in (b"", SQLITE_HEADER):
+        raise errors.LogFormatError(f"{path} is not a Penstock log: it is no SQLite file")
+
+
+def _format(connection: apsw.Connection) -> int:
+    return int(connection.pragma("user_version"))  # type: ignore[call-overload, unused-ignore]
+
+
+def _check_application(connection: apsw.Connection, path: Path) -> None:
+    if connection.pragma("application_id") != APPLICATION_ID:
+        raise errors.LogFormatError(
+            f"{path} is an SQLite database of another program, not a Penstock log"
+        )
+
+
+def _migrate(connection: apsw.Connection, path: Path) -> None:
+    found = _format(connection)
+    tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if found == 0 and tables != (0,):
+        _check_application(connection, path)
+    if found == 0:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}").fetchall()
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL").fetchall()
+    if found > FORMAT:
+        _check_application(connection, path)
+        raise errors.LogFormatError(
+            f"{path} has format {found}, and this version of Penstock knows formats up to {FORMAT}: "
+            "upgrade Penstock to open it"
+        )
+    connection.execute("PRAGMA journal_mode = WAL").fetchall()
+    failpoint("open.created")
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for number in range(_format(connection) + 1, FORMAT + 1):
+            upgrade(connection, number)
+        failpoint("open.migrated")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def upgrade(connection: apsw.Connection, number: int) -> None:
+    """Bring an open transaction from format `number - 1` to `number`."""
+    connection.execute(migration(number))
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {number}")
+    if number == 1:
+        now = now_us()
+        connection.execute(
+            "INSERT INTO state VALUES (1, ?, 0, 0, ?, 0)", (secrets.token_hex(16), now)
+        )
+
+
+def now_us() -> int:
+    return time.time_ns() // 1000
+
+
+class ReaderPool:
+    """Reader connections, lent to one user at a time; a few stay open between uses."""
+
+    def __init__(self, path: Path, vfs: str | None) -> None:
+        self._path = path
+        self._vfs = vfs
+        self._idle: list[apsw.Connection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[apsw.Connection]:
+        """A connection in autocommit mode. Raises `LogError` kinds for SQLite's errors."""
+        with self._lock:
+            if self._closed:
+                raise errors.ClosedError(f"the log {self._path} is closed")
+            connection = self._idle.pop() if self._idle else None
+        with translated(self._path):
+            connection = connection or connect(self._path, self._vfs)
+            try:
+                yield connection
+            finally:
+                self._give_back(connection)
+
+    def _give_back(self, connection: apsw.Connection) -> None:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        with self._lock:
+            if not self._closed and len(self._idle) < READERS_IDLE_MAX:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()

@@ -1,0 +1,427 @@
+"""The embedded engine: a log in one SQLite file, used by any number of processes at once."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import apsw
+import msgspec
+
+from penstock.errors import (
+    ClosedError,
+    CommitOutcomeUnknownError,
+    LogError,
+    LogFullError,
+    UsageError,
+)
+from penstock.failpoints import failpoint
+from penstock.log.api import (
+    Commit,
+    CommitOptions,
+    Committed,
+    Damage,
+    Entry,
+    Holder,
+    Limits,
+    Offsets,
+    Part,
+    Piece,
+    Pin,
+    Progress,
+    Upkeep,
+)
+from penstock.log.batch import Batch, check_compression
+from penstock.log.compose import Composer, EventOptions
+from penstock.log.names import OBJECTS, check_producer
+from penstock.log.objects import (
+    ACKS_ORDER,
+    Change,
+    Defaults,
+    ObjectChanged,
+    Stream,
+    describe_change,
+    system_streams,
+    to_event,
+)
+from penstock.log.sqlite import connection as sqlite
+from penstock.log.sqlite.check import Verifier, back_up
+from penstock.log.sqlite.committer import Committer, Write
+from penstock.log.sqlite.objects import Changer, Directory, create_system_objects
+from penstock.log.sqlite.reading import Reader, Waiter
+from penstock.log.sqlite.tables import Tables, write_pin
+from penstock.log.sqlite.upkeep import Caretaker, Housekeeper
+from penstock.log.sqlite.writing import (
+    Prepared,
+    StreamChangedError,
+    check_limits,
+    place,
+    prepare_part,
+    prepare_piece,
+    write_commit,
+    write_stage,
+)
+from penstock.records.event import JsonValue, microseconds
+
+T = TypeVar("T")
+PREPARE_TRIES_MAX = 20
+PIN_S_MAX = 24 * 3600.0
+
+
+class SqliteOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the embedded engine, beside the limits.
+
+    `upkeep_interval_ms` is how often a process that writes looks after the log; 0 is never.
+    """
+
+    upkeep_interval_ms: int = 2_000
+    vfs: str | None = None
+
+
+class SqliteLog:
+    """See `penstock.log.api.Log` for what each method promises."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        create: bool = True,
+        limits: Limits = Limits(),
+        defaults: Defaults = Defaults(),
+        options: SqliteOptions = SqliteOptions(),
+    ) -> None:
+        self._path = path
+        self._create = create
+        self._limits = limits
+        self._defaults = defaults
+        self._options = options
+        self._pid = os.getpid()
+        self._open = False
+        self._pool = sqlite.ReaderPool(path, options.vfs)
+        self._reader = Reader(self._pool)
+        self._waiter = Waiter(self._pool)
+        self._tables = Tables(self._pool)
+        self._directory = Directory()
+        self._committer = Committer(path, options.vfs, self._waiter.tell)
+        self._caretaker = Caretaker(options.upkeep_interval_ms / 1000, self._keep_up)
+        self._housekeeper = Housekeeper(self._pool, self._submit_quietly)
+        self._composer = Composer("penstock", limits)
+        self._uncertain: set[tuple[str, int]] = set()
+
+    def open(self) -> Self:
+        """Open or create the file. Raises `LogFormatError` and other kinds of `LogError`."""
+        sqlite.check_sqlite_version()
+        sqlite.prepare_file(self._path, self._options.vfs, self._create)
+        if not self.namespaces():
+            self._submit(self._populate)
+        self._open = True
+        return self
+
+    def _populate(self, write: Write) -> None:
+        if not write.look("namespaces").fetchall():
+            create_system_objects(write, self._changer(write), system_streams())
+
+    def close(self) -> None:
+        self._open = False
+        self._caretaker.close()
+        self._waiter.close()
+        self._committer.close()
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self if self._open else self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        return str(self._path)
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    # Objects
+
+    def namespaces(self) -> list[str]:
+        with self._pool.lend() as connection:
+            return [row[0] for row in connection.execute(sqlite.sql("namespaces"))]
+
+    def streams(self) -> list[Stream]:
+        with self._pool.lend() as connection:
+            return self._directory.all(connection)
+
+    def stream(self, name: str) -> Stream:
+        self._check_process()
+        with self._pool.lend() as connection:
+            return self._directory.get(connection, name)
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        def work(write: Write) -> None:
+            notes: list[ObjectChanged] = []
+            self._changer(write).apply(
+                changes,
+                lambda change, before: notes.append(
+                    to_event(change, describe_change(change, before))
+                ),
+            )
+            self._note(write, notes)
+
+        self._submit(work)
+
+    def _changer(self, write: Write) -> Changer:
+        return Changer(write, self._directory, self._defaults, self._limits.partitions_max)
+
+    def _note(self, write: Write, notes: Sequence[ObjectChanged]) -> None:
+        """Append to `_system.objects` inside the change's own transaction."""
+        if not notes:
+            return
+        stream = self._directory.get(write.connection, OBJECTS)
+        events = [self._composer.admit(stream, note, EventOptions(), system=True) for note in notes]
+        part = self._composer.part(stream, events)
+        prepared = prepare_part(stream, part, self._limits, CommitOptions())
+        number = write.next_commit()
+        place(write, prepared, number, pinned=False)
+        failpoint("objects.event")
+
+    # Writing
+
+    def hold(self, producer: str, *, ephemeral: bool = False) -> Holder:
+        check_producer(producer)
+
+        def work(write: Write) -> Holder:
+            write.epoch += 1
+            write.dirty = True
+            values = {
+                "name": producer,
+                "epoch": write.epoch,
+                "ephemeral": int(ephemeral),
+                "now": write.time_us,
+            }
+            write.connection.execute(sqlite.sql("hold_producer"), values)
+            failpoint("hold.epoch")
+            return Holder(producer, write.epoch)
+
+        return self._submit(work)
+
+    def last_commit(self, producer: str) -> Committed | None:
+        with self._pool.lend() as connection:
+            row = connection.execute(sqlite.sql("producer"), (producer,)).fetchone()
+        if row is None or row[2] is None:
+            return None
+        return msgspec.msgpack.decode(row[2], type=Committed)
+
+    def stage(
+        self, holder: Holder, sequence: int, part: Part, options: CommitOptions = CommitOptions()
+    ) -> Piece:
+        check_compression(options.compression)
+        check_limits(Commit(parts=[part]), self._limits)
+
+        def attempt() -> Piece:
+            prepared = prepare_part(self.stream(part.stream), part, self._limits, options)
+            return self._submit(
+                lambda write: write_stage(write, holder, sequence, prepared),
+                durable=self._durable([prepared.stream], options),
+                timeout_ms=options.timeout_ms,
+            )
+
+        piece = self._until_steady(attempt, part.stream)
+        failpoint("stage.committed")
+        return piece
+
+    def commit(
+        self,
+        holder: Holder,
+        sequence: int,
+        commit: Commit,
+        options: CommitOptions = CommitOptions(),
+    ) -> Committed:
+        check_compression(options.compression)
+        check_limits(commit, self._limits)
+        if not 0 <= sequence < 2**63:
+            raise UsageError(f"a sequence is 0 or more and fits 64 bits, not {sequence}")
+        repeated = self._repeated(holder, sequence)
+        if repeated is not None:
+            return repeated
+        name = (holder.producer, sequence)
+        try:
+            done = self._until_steady(lambda: self._commit(holder, sequence, commit, options), name)
+        except CommitOutcomeUnknownError:
+            self._uncertain.add(name)
+            raise
+        except LogFullError as error:
+            if name in self._uncertain:
+                raise CommitOutcomeUnknownError(
+                    f"an earlier try of this commit may have happened, and now {error}"
+                ) from error
+            raise
+        self._uncertain.discard(name)
+        return done
+
+    def _repeated(self, holder: Holder, sequence: int) -> Committed | None:
+        """The outcome, if this very commit has happened; spares preparing it again."""
+        with self._pool.lend() as connection:
+            row = connection.execute(sqlite.sql("producer"), (holder.producer,)).fetchone()
+        if row is None or row[:2] != (holder.epoch, sequence):
+            return None
+        return msgspec.structs.replace(
+            msgspec.msgpack.decode(row[2], type=Committed), repeated=True
+        )
+
+    def _commit(
+        self, holder: Holder, sequence: int, commit: Commit, options: CommitOptions
+    ) -> Committed:
+        prepared = self._prepare(commit, options)
+        failpoint("commit.prepared")
+        progress = dict(commit.progress)
+        done = self._submit(
+            lambda write: write_commit(write, holder, sequence, prepared, progress),
+            durable=self._durable([item.stream for item in prepared], options),
+            timeout_ms=options.timeout_ms,
+        )
+        self._caretaker.start()
+        return done
+
+    def _prepare(self, commit: Commit, options: CommitOptions) -> list[Prepared]:
+        prepared = [
+            prepare_part(self.stream(part.stream), part, self._limits, options)
+            for part in commit.parts
+        ]
+        if commit.pieces:
+            with self._pool.lend() as connection:
+                for piece in commit.pieces:
+                    stream = self._directory.get(connection, piece.stream)
+                    prepared.append(prepare_piece(connection, stream, piece))
+        return prepared
+
+    @staticmethod
+    def _durable(streams: Sequence[Stream], options: CommitOptions) -> bool:
+        """Whether COMMIT must wait for the disk: unless everything asks only for `write`."""
+        if options.acks is not None:
+            return ACKS_ORDER[options.acks] > 0
+        return not streams or any(ACKS_ORDER[stream.spec.acks] > 0 for stream in streams)
+
+    def _until_steady(self, attempt: Callable[[], T], what: object) -> T:
+        for _ in range(PREPARE_TRIES_MAX):
+            try:
+                return attempt()
+            except StreamChangedError:
+                continue
+        raise LogError(f"{what}: the stream kept changing while events were written to it")
+
+    def progress(self, key: str) -> bytes | None:
+        with self._pool.lend() as connection:
+            row = connection.execute(sqlite.sql("progress"), (key,)).fetchone()
+        return None if row is None else bytes(row[0])  # type: ignore[arg-type]
+
+    def progress_items(self, prefix: str) -> dict[str, bytes]:
+        with self._pool.lend() as connection:
+            rows = connection.execute(sqlite.sql("progress_items"), {"prefix": prefix})
+            return {str(key): bytes(value) for key, value in rows}  # type: ignore[arg-type]
+
+    # Reading
+
+    def offsets(self, stream: str) -> dict[int, Offsets]:
+        return self._reader.offsets(self.stream(stream))
+
+    def offset_at(self, stream: str, partition: int, time: dt.datetime) -> int:
+        return self._reader.offset_at(self.stream(stream), partition, microseconds(time))
+
+    def read(
+        self, stream: str, partition: int, start: int, end: int | None = None
+    ) -> Iterator[Batch]:
+        return self._reader.read(self.stream(stream), partition, start, end)
+
+    def wait(self, stream: str, positions: Mapping[int, int], timeout_s: float) -> bool:
+        return self._waiter.wait(self.stream(stream), positions, timeout_s)
+
+    # Tables
+
+    def get(self, stream: str, keys: Sequence[bytes], at: Pin | None = None) -> list[Entry | None]:
+        return self._tables.get(self.stream(stream), keys, at)
+
+    def page(
+        self, stream: str, after: bytes | None = None, limit: int = 100, at: Pin | None = None
+    ) -> list[Entry]:
+        return self._tables.page(self.stream(stream), after, limit, at, self._limits.page_rows_max)
+
+    def snapshot(self, stream: str) -> Iterator[list[Entry]]:
+        return self._tables.snapshot(self.stream(stream))
+
+    def pin(self, duration_s: float = 600.0) -> Pin:
+        if not 0 < duration_s <= PIN_S_MAX:
+            raise UsageError(f"a pin lasts up to {PIN_S_MAX} seconds, not {duration_s}")
+        return self._submit(lambda write: write_pin(write, duration_s), durable=False)
+
+    def unpin(self, pin: Pin) -> None:
+        self._submit(lambda write: write.run("delete_pin", int(pin.token)), durable=False)
+
+    # Upkeep
+
+    def maintain(self) -> Upkeep:
+        return self._housekeeper.round(self.streams())
+
+    def _keep_up(self) -> None:
+        """A round in the background, unless another process did one just now."""
+        values = {
+            "now": sqlite.now_us(),
+            "interval": self._options.upkeep_interval_ms * 1000 // 2,
+        }
+
+        def claim(write: Write) -> int:
+            before = write.connection.total_changes()
+            write.connection.execute(sqlite.sql("claim_maintenance"), values)
+            write.dirty = write.connection.total_changes() > before
+            return int(write.dirty)
+
+        if self._submit_quietly(claim):
+            self.maintain()
+
+    def verify(self, progress: Progress | None = None) -> Iterator[Damage]:
+        return Verifier(self._pool, progress).run(self.streams())
+
+    def backup(self, target: Path, progress: Progress | None = None) -> None:
+        back_up(self._pool, self._path, target, progress)
+
+    def facts(self) -> dict[str, JsonValue]:
+        with self._pool.lend() as connection:
+            batches = connection.execute(sqlite.sql("batch_count")).fetchone()
+        wal = self._path.with_name(self._path.name + "-wal")
+        return {
+            "engine": "embedded",
+            "path": str(self._path),
+            "format": sqlite.FORMAT,
+            "sqlite": apsw.sqlite_lib_version(),
+            "bytes": self._path.stat().st_size,
+            "wal_bytes": wal.stat().st_size if wal.exists() else 0,
+            "streams": len(self.streams()),
+            "batches": int(batches[0]) if batches else 0,  # type: ignore[arg-type]
+        }
+
+    # Inside
+
+    def _submit(
+        self, work: Callable[[Write], T], *, durable: bool = True, timeout_ms: int = 30_000
+    ) -> T:
+        self._check_process()
+        return self._committer.submit(work, durable=durable, timeout_s=timeout_ms / 1000)
+
+    def _submit_quietly(self, work: Callable[[Write], int]) -> int:
+        return self._submit(work, durable=False)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the log {self._path} was opened before this process was forked: "
+                "open it in the process that uses it"
+            )

@@ -1,0 +1,232 @@
+"""Reading the embedded log: batches by offset, offsets by time, and waiting for more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import apsw
+import msgspec
+import pyarrow as pa
+
+from penstock.errors import DamagedError, OffsetGoneError, UsageError
+from penstock.log.api import Offsets
+from penstock.log.batch import Batch, Run, checksum, decode_blob
+from penstock.log.objects import Stream
+from penstock.log.sqlite.connection import ReaderPool, sql
+from penstock.log.sqlite.writing import seal
+
+WAIT_FIRST_S = 0.001
+WAIT_MOST_S = 0.02
+RETRIES_MAX = 100
+
+_RUNS = msgspec.msgpack.Decoder(list[Run])
+
+
+class Row(NamedTuple):
+    """A row of the offset index."""
+
+    first_offset: int
+    rows: int
+    blob_id: int
+    bytes: int
+    commit_number: int
+    time_us: int
+    runs: bytes | None
+    seal: int
+
+    @property
+    def next_offset(self) -> int:
+        return self.first_offset + self.rows
+
+
+class Reader:
+    """Reads committed events. Holds no lock and no transaction between two batches."""
+
+    def __init__(self, pool: ReaderPool) -> None:
+        self._pool = pool
+
+    def offsets(self, stream: Stream) -> dict[int, Offsets]:
+        with self._pool.lend() as connection:
+            rows = connection.execute(sql("offsets"), (stream.id,)).fetchall()
+        return {partition: Offsets(first, next_) for partition, first, next_ in rows}
+
+    def bounds(self, stream: Stream, partition: int) -> Offsets:
+        with self._pool.lend() as connection:
+            row = connection.execute(
+                sql("offsets_of_partition"), (stream.id, partition)
+            ).fetchone()
+        if row is None:
+            raise UsageError(
+                f"stream {stream.name} has no partition {partition}: "
+                f"it has 0 to {stream.partitions - 1}"
+            )
+        return Offsets(*row)
+
+    def offset_at(self, stream: Stream, partition: int, time_us: int) -> int:
+        bounds = self.bounds(stream, partition)
+        with self._pool.lend() as connection:
+            place = (stream.id, partition)
+            row = connection.execute(sql("batch_at_time"), (*place, time_us)).fetchone()
+        if row is None:
+            return bounds.next
+        first, _, runs = row
+        for run in _RUNS.decode(runs) if runs else ():
+            if run.time_us >= time_us:
+                return int(run.offset)
+        return int(first)
+
+    def read(self, stream: Stream, partition: int, start: int, end: int | None) -> Iterator[Batch]:
+        bounds = self.bounds(stream, partition)
+        stop = bounds.next if end is None else min(end, bounds.next)
+        offset = start
+        while offset < stop:
+            batch = self._batch_at(stream, partition, offset)
+            if batch is None:
+                return
+            if batch.first_offset >= stop:
+                return
+            yield batch.sliced(offset, stop)
+            offset = batch.next_offset
+
+    def _batch_at(self, stream: Stream, partition: int, offset: int) -> Batch | None:
+        """The batch that holds `offset`, or the first one after it.
+
+        The index row and its blob are read in two steps; if the batch was merged between
+        them, the blob is gone and the row is another one by now.
+        """
+        seen: Row | None = None
+        for _ in range(RETRIES_MAX):
+            with self._pool.lend() as connection:
+                row = self._row_at(connection, stream, partition, offset)
+                if row is None:
+                    return None
+                if row == seen:
+                    raise damaged(stream, partition, row, "its data is missing")
+                data = _fetch(connection, stream, partition, row)
+            if data is not None:
+                return decode(stream, partition, row, *data)
+            seen = row
+        raise UsageError(f"stream {stream.name} changes faster than it can be read")
+
+    def _row_at(
+        self, connection: apsw.Connection, stream: Stream, partition: int, offset: int
+    ) -> Row | None:
+        place = (stream.id, partition)
+        found = connection.execute(sql("batch_before"), (*place, offset)).fetchone()
+        if found is not None:
+            row = Row(*found)  # type: ignore[arg-type]
+            if row.next_offset > offset:
+                return row
+        self._check_still_there(connection, stream, partition, offset)
+        found = connection.execute(sql("batches_from"), (*place, offset, 1)).fetchone()
+        return Row(*found) if found is not None else None  # type: ignore[arg-type]
+
+    def _check_still_there(
+        self, connection: apsw.Connection, stream: Stream, partition: int, offset: int
+    ) -> None:
+        row = connection.execute(
+            sql("offsets_of_partition"), (stream.id, partition)
+        ).fetchone()
+        if row is not None and offset < row[0]:
+            raise OffsetGoneError(
+                f"stream {stream.name}, partition {partition}: offset {offset} was removed by "
+                f"retention; the earliest there is {row[0]}",
+                int(row[0]),
+            )
+
+
+def _fetch(
+    connection: apsw.Connection, stream: Stream, partition: int, row: Row
+) -> tuple[int, bytes] | None:
+    try:
+        return connection.execute(sql("blob"), (row.blob_id,)).fetchone()  # type: ignore[return-value]
+    except apsw.CorruptError as error:
+        raise damaged(stream, partition, row, str(error)) from error
+
+
+def decode(stream: Stream, partition: int, row: Row, blob_checksum: int, data: bytes) -> Batch:
+    """Check a stored batch and open it; `DamagedError` where it is not what was written."""
+    place = (stream.id, partition, row.first_offset)
+    expected = seal(
+        place, row.rows, row.blob_id, blob_checksum, row.commit_number, row.time_us, row.runs
+    )
+    if expected != row.seal or checksum(data) != blob_checksum:
+        raise damaged(stream, partition, row, "its checksum does not match")
+    try:
+        stored = decode_blob(data)
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(stream, partition, row, str(error)) from error
+    if stored.num_rows != row.rows:
+        raise damaged(stream, partition, row, "it has another number of events than recorded")
+    return Batch(stream, partition, row.first_offset, stored, runs_of(row))
+
+
+def runs_of(row: Row) -> list[Run]:
+    if row.runs is None:
+        return [Run(row.first_offset, row.commit_number, row.time_us)]
+    return _RUNS.decode(row.runs)
+
+
+def damaged(stream: Stream, partition: int, row: Row, why: str) -> DamagedError:
+    last = row.next_offset - 1
+    return DamagedError(
+        f"stream {stream.name}, partition {partition}: offsets {row.first_offset} to {last} are "
+        f"damaged ({why}); everything else can be read: go on at offset {row.next_offset}, and "
+        "restore these from a backup",
+        str(stream.name),
+        partition,
+        row.first_offset,
+        last,
+    )
+
+
+class Waiter:
+    """Waits for new events: told at once by this process's commits, soon by another's.
+
+    Another process's commit shows in SQLite's change counter, one value in shared memory,
+    looked at every few milliseconds while somebody waits.
+    """
+
+    def __init__(self, pool: ReaderPool) -> None:
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, stream: Stream, positions: Mapping[int, int], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        pause, seen = WAIT_FIRST_S, None
+        with self._pool.lend() as connection:
+            while not self._closed:
+                counter = connection.pragma("data_version")
+                if counter != seen:
+                    seen, pause = counter, WAIT_FIRST_S
+                    if self._has_news(connection, stream, positions):
+                        return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                with self._changed:
+                    self._changed.wait(min(pause, left))
+                pause = min(pause * 2, WAIT_MOST_S)
+        return False
+
+    @staticmethod
+    def _has_news(
+        connection: apsw.Connection, stream: Stream, positions: Mapping[int, int]
+    ) -> bool:
+        rows = connection.execute(sql("offsets"), (stream.id,)).fetchall()
+        return any(
+            next_ > positions.get(partition, 0)
+            for partition, _, next_ in rows
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        self.tell()

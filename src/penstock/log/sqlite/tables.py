@@ -1,0 +1,95 @@
+"""Tables of the embedded log: entries now, entries as of a pin, pages and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import apsw
+
+from penstock.errors import LimitError, PinExpiredError
+from penstock.log.api import Entry, Pin
+from penstock.log.objects import Stream
+from penstock.log.sqlite.committer import Write
+from penstock.log.sqlite.connection import ReaderPool, now_us, sql
+from penstock.log.table import check_table
+from penstock.records.event import from_microseconds
+
+SNAPSHOT_ROWS = 4096
+
+
+class Tables:
+    """Reads entries. Every call is one read transaction, so it sees one moment."""
+
+    def __init__(self, pool: ReaderPool) -> None:
+        self._pool = pool
+
+    def get(self, stream: Stream, keys: Sequence[bytes], at: Pin | None) -> list[Entry | None]:
+        check_table(stream)
+        with self._pool.lend() as connection:
+            connection.execute("BEGIN")
+            commit = None if at is None else pinned_commit(connection, at)
+            found = [_entry(connection, stream.id, key, commit) for key in keys]
+            connection.execute("COMMIT")
+        return found
+
+    def page(
+        self, stream: Stream, after: bytes | None, limit: int, at: Pin | None, limit_max: int
+    ) -> list[Entry]:
+        check_table(stream)
+        if not 1 <= limit <= limit_max:
+            raise LimitError(f"a page has 1 to {limit_max} entries (page_rows_max), not {limit}")
+        with self._pool.lend() as connection:
+            connection.execute("BEGIN")
+            commit = None if at is None else pinned_commit(connection, at)
+            rows = _page(connection, stream.id, after, limit, commit)
+            connection.execute("COMMIT")
+        return rows
+
+    def snapshot(self, stream: Stream) -> Iterator[list[Entry]]:
+        check_table(stream)
+        with self._pool.lend() as connection:
+            connection.execute("BEGIN")
+            after: bytes | None = None
+            while rows := _page(connection, stream.id, after, SNAPSHOT_ROWS, None):
+                yield rows
+                after = rows[-1].key
+
+
+def pinned_commit(connection: apsw.Connection, pin: Pin) -> int:
+    row = connection.execute(sql("pin"), (int(pin.token), now_us())).fetchone()
+    if row is None:
+        raise PinExpiredError(
+            f"the pin {pin.token} expired at {pin.expires.isoformat()} or was given back: pin again"
+        )
+    return int(row[0])  # type: ignore[arg-type]
+
+
+def _entry(
+    connection: apsw.Connection, stream_id: int, key: bytes, commit: int | None
+) -> Entry | None:
+    row = connection.execute(sql("entry"), (stream_id, key)).fetchone()
+    if row is not None and (commit is None or row[3] <= commit):
+        return Entry(key, *row[:3])
+    if commit is None:
+        return None
+    values = {"stream": stream_id, "key": key, "commit": commit}
+    old = connection.execute(sql("old_entry"), values).fetchone()
+    return None if old is None else Entry(key, *old)
+
+
+def _page(
+    connection: apsw.Connection, stream_id: int, after: bytes | None, limit: int, commit: int | None
+) -> list[Entry]:
+    start = after if after is not None else b""
+    if commit is None:
+        rows = connection.execute(sql("entries_after"), (stream_id, start, limit))
+    else:
+        values = {"stream": stream_id, "after": start, "commit": commit, "limit": limit}
+        rows = connection.execute(sql("entries_after_at"), values)
+    return [Entry(*row) for row in rows]
+
+
+def write_pin(write: Write, duration_s: float) -> Pin:
+    expires_us = now_us() + int(duration_s * 1e6)
+    row = write.run("insert_pin", write.commit_number, expires_us).fetchone()
+    return Pin(str(row[0]), from_microseconds(expires_us))  # type: ignore[index]

@@ -1,0 +1,315 @@
+"""What keeps an embedded log in shape while it is used: retention, merging, sweeping.
+
+Every step is a short write transaction of its own, so writers wait for moments only, and
+readers not at all. Any process may do it; one at a time does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import apsw
+import msgspec
+import pyarrow as pa
+
+from penstock.errors import DamagedError, PenstockError
+from penstock.failpoints import failpoint
+from penstock.log.api import Limits, Upkeep
+from penstock.log.batch import Run, checksum, encode_blob
+from penstock.log.objects import Stream
+from penstock.log.sqlite.committer import Write
+from penstock.log.sqlite.connection import ReaderPool, now_us, sql
+from penstock.log.sqlite.objects import load_stream
+from penstock.log.sqlite.reading import Row, decode, runs_of
+from penstock.log.sqlite.writing import insert_batch
+
+TIER = 16
+"""Batches are merged when this many of one size lie side by side; the result is the next size."""
+TIERS = (TIER, TIER**2, TIER**3)
+MERGE_ROWS_MAX = 16_384
+MERGE_BYTES_MAX = 1 << 20
+MERGE_BATCHES_MAX = 256
+WINDOW = 4096
+STEP = 64
+FREE_PAGES_STEP = 256
+PRODUCER_KEPT_US = 7 * 24 * 3600 * 1_000_000
+
+
+class Housekeeper:
+    """One round of upkeep; `submit` runs work in a write transaction."""
+
+    def __init__(self, pool: ReaderPool, submit: Callable[[Callable[[Write], int]], int]) -> None:
+        self._pool = pool
+        self._submit = submit
+
+    def round(self, streams: Sequence[Stream]) -> Upkeep:
+        expired = sum(self._expire(stream) for stream in streams)
+        merged = sum(self._merge(*place) for place in self._to_merge())
+        swept = self._repeat(_sweep)
+        forgotten = self._submit(_forget)
+        self._submit(_shrink)
+        return Upkeep(
+            batches_expired=expired,
+            batches_merged=merged,
+            pieces_swept=swept,
+            producers_forgotten=forgotten,
+        )
+
+    def _repeat(self, work: Callable[[Write], int]) -> int:
+        total = 0
+        while done := self._submit(work):
+            total += done
+        return total
+
+    # Retention
+
+    def _expire(self, stream: Stream) -> int:
+        spec = stream.spec
+        if spec.retention_ms is None and spec.retention_bytes is None:
+            return 0
+        before_us = None if spec.retention_ms is None else now_us() - spec.retention_ms * 1000
+        total = 0
+        for partition in range(stream.partitions):
+            total += self._repeat(
+                lambda write, partition=partition: _expire_step(  # type: ignore[misc]
+                    write, stream, partition, before_us
+                )
+            )
+        if spec.ids == "producer" and before_us is not None:
+            self._submit(lambda write: _changed(write, "forget_ids", stream.id, before_us))
+        return total
+
+    # Merging
+
+    def _to_merge(self) -> list[tuple[int, int, int]]:
+        with self._pool.lend() as connection:
+            return connection.execute(sql("partitions_to_merge"), (TIER,)).fetchall()
+
+    def _merge(self, stream_id: int, partition: int, merged_to: int) -> int:
+        with self._pool.lend() as connection:
+            stream = load_stream(connection, stream_id)
+            found = connection.execute(
+                sql("batches_from"), (stream_id, partition, merged_to, WINDOW)
+            ).fetchall()
+        rows = [Row(*row) for row in found]
+        while rows and _is_large(rows[0]):
+            merged_to = rows.pop(0).next_offset
+        self._submit(
+            lambda write: _changed(write, "merge_looked", merged_to, stream_id, partition)
+        )
+        return sum(self._merge_run(stream, partition, run) for run in runs_to_merge(rows))
+
+    def _merge_run(self, stream: Stream, partition: int, rows: Sequence[Row]) -> int:
+        try:
+            built = self._build(stream, partition, rows)
+        except DamagedError:
+            return 0  # left as it is: verify and readers report it
+        if built is None:
+            return 0
+        failpoint("merge.built")
+        return self._submit(
+            lambda write: _replace(write, stream.id, partition, rows, *built)
+        )
+
+    def _build(
+        self, stream: Stream, partition: int, rows: Sequence[Row]
+    ) -> tuple[bytes, bytes] | None:
+        stored, runs = [], []
+        for row in rows:
+            with self._pool.lend() as connection:
+                data = connection.execute(sql("blob"), (row.blob_id,)).fetchone()
+            if data is None:
+                return None  # somebody else was here
+            batch = decode(stream, partition, row, *data)
+            stored.append(batch.explicit())
+            runs += runs_of(row)
+        whole = pa.concat_batches(_unified(stored))
+        return encode_blob(whole, "zstd"), msgspec.msgpack.encode(_joined(runs))
+
+
+def _unified(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """The batches with the columns of all of them; one that lacks a column has nulls there."""
+    fields: dict[str, pa.Field] = {}
+    for batch in batches:
+        for field in batch.schema:
+            fields[field.name] = field.with_nullable(True)
+    schema = pa.schema(fields.values(), batches[0].schema.metadata)
+    return [
+        pa.RecordBatch.from_arrays(
+            [
+                batch.column(name)
+                if name in batch.schema.names
+                else pa.repeat(pa.scalar(False), batch.num_rows)
+                if name == "_deleted"
+                else pa.nulls(batch.num_rows, field.type)
+                for name, field in fields.items()
+            ],
+            schema=schema,
+        )
+        for batch in batches
+    ]
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Neighbouring runs of one commit as one."""
+    found: list[Run] = []
+    for run in runs:
+        if not found or found[-1].commit != run.commit:
+            found.append(run)
+    return found
+
+
+def _is_large(row: Row) -> bool:
+    return row.rows >= MERGE_ROWS_MAX or row.bytes >= MERGE_BYTES_MAX
+
+
+def runs_to_merge(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Neighbours worth merging: at least `TIER` batches, none larger than their tier.
+
+    Each event is rewritten once per tier at most, so merging costs little in all.
+    """
+    left = list(rows)
+    for most in TIERS:
+        for run in _neighbours(left, most):
+            yield run
+            merged = {row.first_offset for row in run}
+            left = [row for row in left if row.first_offset not in merged]
+
+
+def _neighbours(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:
+    found: list[Sequence[Row]] = []
+    run: list[Row] = []
+    for row in rows:
+        if row.rows < most and _fits(run, row):
+            run.append(row)
+            continue
+        found.append(run)
+        run = [row] if row.rows < most else []
+    found.append(run)
+    return [run for run in found if len(run) >= TIER]
+
+
+def _fits(run: Sequence[Row], row: Row) -> bool:
+    if not run:
+        return True
+    return (
+        len(run) < MERGE_BATCHES_MAX
+        and run[-1].next_offset == row.first_offset
+        and sum(r.rows for r in run) + row.rows <= MERGE_ROWS_MAX
+        and sum(r.bytes for r in run) + row.bytes <= 4 * MERGE_BYTES_MAX
+    )
+
+
+def _replace(
+    write: Write, stream_id: int, partition: int, rows: Sequence[Row], blob: bytes, runs: bytes
+) -> int:
+    """Put the merged batch in the place of its parts, unless one of these has changed."""
+    for row in rows:
+        found = write.look("batch_before", stream_id, partition, row.first_offset).fetchone()
+        if found != row:
+            return 0
+    for row in rows:
+        write.run("delete_batch", stream_id, partition, row.first_offset, row.blob_id)
+        write.run("delete_blob", row.blob_id)
+    check = checksum(blob)
+    blob_id = write.run("insert_blob", check, blob).fetchone()[0]  # type: ignore[index]
+    first, last = rows[0], rows[-1]
+    insert_batch(
+        write, (stream_id, partition, first.first_offset), sum(row.rows for row in rows),
+        int(blob_id), len(blob), check, first.commit_number, last.time_us, runs,  # type: ignore[arg-type]
+    )  # fmt: skip
+    change = len(blob) - sum(row.bytes for row in rows)
+    write.run("bytes_changed", change, stream_id, partition)
+    failpoint("merge.replaced")
+    return len(rows)
+
+
+def _expire_step(write: Write, stream: Stream, partition: int, before_us: int | None) -> int:
+    oldest = write.look("oldest_batches", stream.id, partition, STEP).fetchall()
+    sizes = dict(write.look("partitions_of", stream.id).fetchall())
+    size = int(sizes.get(partition, 0))  # type: ignore[call-overload]
+    limit = stream.spec.retention_bytes
+    freed, first = 0, 0
+    gone = 0
+    for first_offset, rows, blob_id, bytes_, time_us in oldest:
+        too_old = before_us is not None and time_us < before_us
+        too_much = limit is not None and size - freed - bytes_ >= limit
+        if not (too_old or too_much):
+            break
+        write.run("delete_batch", stream.id, partition, first_offset, blob_id)
+        write.run("delete_blob", blob_id)
+        freed += bytes_
+        first = first_offset + rows
+        gone += 1
+    if gone:
+        write.run("retention_moved", first, freed, first, stream.id, partition)
+        failpoint("retention.deleted")
+    return gone
+
+
+def _sweep(write: Write) -> int:
+    orphans = write.look("orphaned_pieces", STEP).fetchall()
+    for (blob_id,) in orphans:
+        write.run("delete_piece", blob_id)
+        write.run("delete_blob", blob_id)
+    if orphans:
+        failpoint("sweep.deleted")
+    return len(orphans)
+
+
+def _forget(write: Write) -> int:
+    now = write.time_us
+    write.run("expire_pins", now)
+    oldest = write.look("oldest_pin", now).fetchone()
+    horizon = oldest[0] if oldest and oldest[0] is not None else write.commit_number
+    write.run("forget_old_entries", horizon)
+    return _changed(write, "forget_producers", now - PRODUCER_KEPT_US)
+
+
+def _shrink(write: Write) -> int:
+    """Give some free pages back to the file system."""
+    write.connection.execute(f"PRAGMA incremental_vacuum({FREE_PAGES_STEP})").fetchall()
+    return 0
+
+
+def _changed(write: Write, name: str, *values: object) -> int:
+    before = write.connection.total_changes()
+    write.run(name, *values)
+    return write.connection.total_changes() - before
+
+
+class Caretaker:
+    """A background thread that runs a round every now and then, while the log is written."""
+
+    def __init__(self, interval_s: float, work: Callable[[], object]) -> None:
+        self._interval_s = interval_s
+        self._work = work
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start, the first time it is called."""
+        if self._thread is not None or self._interval_s <= 0:
+            return
+        with self._lock:
+            if self._thread is None and not self._stop.is_set():
+                self._thread = threading.Thread(
+                    target=self._loop, name="penstock-upkeep", daemon=True
+                )
+                self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self._work()
+            except (PenstockError, apsw.Error):
+                continue  # a busy, full or closing log: the next round tries again
+
+    def close(self) -> None:
+        self._stop.set()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(30)

@@ -1,0 +1,383 @@
+"""Staging and committing in the embedded log.
+
+Encoding, compressing and splitting happen before the writer's lock is taken; inside it
+only small rows are checked and written, and blobs inserted.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+
+import apsw
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import (
+    FencedError,
+    LimitError,
+    PieceError,
+    RecordError,
+    SequenceError,
+)
+from penstock.failpoints import failpoint
+from penstock.log.api import (
+    Commit,
+    CommitOptions,
+    Committed,
+    Holder,
+    Limits,
+    Part,
+    Piece,
+    Placement,
+)
+from penstock.log.batch import checksum, decode_blob, encode_blob
+from penstock.log.compose import chunks, split_part
+from penstock.log.objects import Stream
+from penstock.log.sqlite.committer import Write
+from penstock.log.sqlite.connection import sql
+from penstock.log.sqlite.ids import take_new
+from penstock.log.table import Change as EntryChange
+from penstock.log.table import entry_changes
+from penstock.records.arrow import arrow_schema
+from penstock.records.event import from_microseconds, ids_of, numbered
+
+_OUTCOME = msgspec.msgpack.Decoder(Committed)
+
+
+class StreamChangedError(Exception):
+    """The stream changed after its events were prepared; prepare them again."""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Events of one partition, ready to be inserted; of a piece, already inserted."""
+
+    partition: int
+    rows: int
+    size: int
+    checksum: int
+    blob: bytes | None
+    blob_id: int | None
+    entries: Sequence[EntryChange]
+    batch: pa.RecordBatch | None
+    """Kept only where ids must be compared."""
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A part or a piece, made ready outside the writer's lock."""
+
+    stream: Stream
+    partitions: int
+    chunks: Sequence[Chunk]
+    piece: Piece | None = None
+
+
+def seal(
+    place: tuple[int, int, int], rows: int, blob_id: int, blob_checksum: int, commit: int,
+    time_us: int, runs: bytes | None,
+) -> int:  # fmt: skip
+    """A checksum over an index row, so that neither it nor its blob can change unnoticed."""
+    fixed = struct.pack(">8q", *place, rows, blob_id, blob_checksum, commit, time_us)
+    return zlib.crc32(runs or b"", zlib.crc32(fixed))
+
+
+def prepare_part(stream: Stream, part: Part, limits: Limits, options: CommitOptions) -> Prepared:
+    """Split by partition and encode. Raises `RecordError` if the columns are not the stream's."""
+    _check_columns(stream, part.batch)
+    made = []
+    by_producer = stream.spec.ids == "producer"
+    for partition, batch in split_part(stream, part.batch):
+        for piece in chunks(batch, limits):
+            made.append(_chunk(stream, partition, piece, options, keep=by_producer))
+    return Prepared(stream, stream.partitions, made)
+
+
+def _chunk(
+    stream: Stream, partition: int, batch: pa.RecordBatch, options: CommitOptions, keep: bool
+) -> Chunk:
+    blob = encode_blob(batch, options.compression)
+    entries = entry_changes(stream, batch) if stream.spec.table else ()
+    return Chunk(
+        partition, batch.num_rows, len(blob), checksum(blob), blob, None, entries,
+        batch if keep else None,
+    )  # fmt: skip
+
+
+def _check_columns(stream: Stream, batch: pa.RecordBatch) -> None:
+    fields = [(f.name, f.type) for f in batch.schema if not f.name.startswith("_")]
+    if stream.record is None:
+        expected = [[("data", pa.binary() if stream.spec.content == "bytes" else pa.string())]]
+    else:
+        expected = [[(f.name, f.type) for f in arrow_schema(r)] for r in stream.records]
+    if fields not in expected:
+        raise RecordError(
+            f"the columns {', '.join(name for name, _ in fields)} are not those of stream "
+            f"{stream.name}: was it dropped and created anew?"
+        )
+
+
+def prepare_piece(
+    connection: apsw.Connection, stream: Stream, piece: Piece
+) -> Prepared:
+    """Look a staged piece up; its blobs are read only where the commit needs their content."""
+    made = []
+    partitions = stream.partitions
+    by_producer = stream.spec.ids == "producer"
+    for blob_id in piece.batches:
+        row = connection.execute(sql("piece"), (blob_id,)).fetchone()
+        if row is None:
+            raise _no_piece(piece)
+        _, _, _, _, partition, partitions, rows = row
+        check, data = connection.execute(sql("blob"), (blob_id,)).fetchone()
+        batch = None
+        if by_producer or stream.spec.table:
+            batch = decode_blob(data)
+        entries = entry_changes(stream, batch) if stream.spec.table else ()
+        made.append(
+            Chunk(partition, rows, len(data), check, None, blob_id, entries,
+                  batch if by_producer else None)
+        )  # fmt: skip
+    return Prepared(stream, partitions, made, piece)
+
+
+def _no_piece(piece: Piece) -> PieceError:
+    return PieceError(
+        f"a staged piece of stream {piece.stream} is not there: it was swept because its producer "
+        "was opened by another holder, or committed already"
+    )
+
+
+def check_limits(commit: Commit, limits: Limits) -> None:
+    size = sum(part.batch.nbytes for part in commit.parts)
+    if size > limits.commit_bytes_max:
+        raise LimitError(
+            f"the commit holds {size} bytes; at most {limits.commit_bytes_max} are allowed "
+            "(commit_bytes_max): stage its parts, or commit in smaller steps"
+        )
+    for key, value in commit.progress.items():
+        if not 0 < len(key) <= limits.progress_key_chars_max:
+            raise LimitError(
+                f"the progress key {key[:20]!r}… has {len(key)} characters; 1 to "
+                f"{limits.progress_key_chars_max} are allowed (progress_key_chars_max)"
+            )
+        if value is not None and len(value) > limits.progress_value_bytes_max:
+            raise LimitError(
+                f"the progress value of {key!r} has {len(value)} bytes; at most "
+                f"{limits.progress_value_bytes_max} are allowed (progress_value_bytes_max)"
+            )
+
+
+def check_holder(write: Write, holder: Holder) -> tuple[int | None, bytes | None]:
+    """The producer's latest sequence and outcome; `FencedError` unless the holder holds it."""
+    row = write.look("producer", holder.producer).fetchone()
+    if row is None:
+        raise FencedError(
+            f"the producer {holder.producer} is not known here (it may have been forgotten after "
+            "long disuse): open it again"
+        )
+    epoch, sequence, outcome = row
+    if epoch != holder.epoch:
+        raise FencedError(
+            f"the producer {holder.producer} was opened again (epoch {epoch}); this holder "
+            f"(epoch {holder.epoch}) may write no more"
+        )
+    return sequence, outcome  # type: ignore[return-value]
+
+
+def _check_streams(write: Write, streams: Iterable[Stream]) -> None:
+    for stream in {s.id: s for s in streams}.values():
+        row = write.look("stream_version", *stream.name).fetchone()
+        if row != (stream.id, stream.version):
+            raise StreamChangedError
+
+
+def write_stage(
+    write: Write, holder: Holder, sequence: int, prepared: Prepared
+) -> Piece:
+    """Insert the blobs and note whose they are; nothing becomes visible."""
+    latest, _ = check_holder(write, holder)
+    if latest is not None and sequence <= latest:
+        raise SequenceError(
+            f"the producer {holder.producer} has committed {latest} already: nothing can be staged "
+            f"for {sequence}"
+        )
+    _check_streams(write, [prepared.stream])
+    failpoint("stage.begun")
+    names = []
+    for chunk in prepared.chunks:
+        blob_id = _insert_blob(write, chunk)
+        write.run(
+            "insert_piece", blob_id, holder.producer, holder.epoch, sequence, prepared.stream.id,
+            chunk.partition, prepared.partitions, chunk.rows,
+        )  # fmt: skip
+        names.append(blob_id)
+    failpoint("stage.blobs")
+    rows = sum(chunk.rows for chunk in prepared.chunks)
+    return Piece(str(prepared.stream.name), tuple(names), rows)
+
+
+def _insert_blob(write: Write, chunk: Chunk) -> int:
+    row = write.run("insert_blob", chunk.checksum, chunk.blob).fetchone()
+    return int(row[0])  # type: ignore[index, arg-type]
+
+
+def write_commit(
+    write: Write,
+    holder: Holder,
+    sequence: int,
+    prepared: Sequence[Prepared],
+    progress: dict[str, bytes | None],
+) -> Committed:
+    """Make everything prepared visible and save the progress.
+
+    1. The holder must hold the producer, and the sequence be new; a repeated name returns
+       its first outcome.
+    2. The streams must be as they were when the events were prepared, and the pieces there.
+    3. Blobs and index rows are written, and offsets given.
+    4. Table entries, progress, and the producer's outcome follow.
+    """
+    latest, outcome = check_holder(write, holder)
+    if latest is not None and sequence <= latest:
+        return _repeated(holder, sequence, latest, outcome)
+    _check_streams(write, (item.stream for item in prepared))
+    _check_pieces(write, holder, sequence, prepared)
+    number = write.next_commit()
+    pinned = write.look("oldest_pin", write.time_us).fetchone() != (None,)
+    placements = [place(write, item, number, pinned) for item in prepared]
+    _save_progress(write, progress)
+    failpoint("commit.progress")
+    committed = Committed(
+        producer=holder.producer,
+        sequence=sequence,
+        commit=number,
+        time=from_microseconds(write.time_us),
+        placements=tuple(placements),
+    )
+    packed = msgspec.msgpack.encode(committed)
+    write.run("save_producer", sequence, packed, write.time_us, holder.producer)
+    return committed
+
+
+def _repeated(holder: Holder, sequence: int, latest: int, outcome: bytes | None) -> Committed:
+    if sequence < latest or outcome is None:
+        raise SequenceError(
+            f"the producer {holder.producer} has committed {latest}; {sequence} is older and was "
+            "either committed before or skipped"
+        )
+    return msgspec.structs.replace(_OUTCOME.decode(outcome), repeated=True)
+
+
+def _check_pieces(
+    write: Write, holder: Holder, sequence: int, prepared: Sequence[Prepared]
+) -> None:
+    named: set[int] = set()
+    for item in prepared:
+        for blob_id in item.piece.batches if item.piece else ():
+            row = write.look("piece", blob_id).fetchone()
+            if row is None or row[:3] != (holder.producer, holder.epoch, sequence):
+                assert item.piece is not None  # noqa: S101  only pieces have batches
+                raise _no_piece(item.piece)
+            if row[3] != item.stream.id or blob_id in named:
+                raise PieceError(f"a piece of stream {item.stream.name} is named twice, or wrongly")
+            named.add(blob_id)
+
+
+def place(write: Write, item: Prepared, number: int, pinned: bool) -> Placement:
+    ranges: list[tuple[int, int, int]] = []
+    dropped: list[int] = []
+    row = 0
+    for chunk in item.chunks:
+        kept = chunk
+        if chunk.batch is not None:
+            kept, gone = _without_held(write, item.stream, chunk)
+            dropped += [row + index for index in gone]
+            failpoint("commit.ids")
+        row += chunk.rows
+        if kept.rows:
+            first = _index(write, item.stream, kept, number)
+            _widen(ranges, kept.partition, first, kept.rows)
+            _save_entries(write, item.stream, kept, first, number, pinned)
+        if chunk.blob_id is not None:
+            write.run("delete_piece", chunk.blob_id)
+            failpoint("publish.pieces")
+    return Placement(str(item.stream.name), item.partitions, tuple(ranges), tuple(dropped))
+
+
+def _widen(ranges: list[tuple[int, int, int]], partition: int, first: int, rows: int) -> None:
+    if ranges and ranges[-1][0] == partition and ranges[-1][1] + ranges[-1][2] == first:
+        ranges[-1] = (partition, ranges[-1][1], ranges[-1][2] + rows)
+    else:
+        ranges.append((partition, first, rows))
+
+
+def _without_held(write: Write, stream: Stream, chunk: Chunk) -> tuple[Chunk, list[int]]:
+    """The chunk without the events whose ids the stream holds, and the rows of those."""
+    batch = chunk.batch
+    assert batch is not None  # noqa: S101  kept for this very purpose
+    gone = take_new(write, stream.id, ids_of(batch).to_pylist())
+    if not gone:
+        return chunk, gone
+    if chunk.blob_id is not None:
+        write.run("delete_blob", chunk.blob_id)
+    keep = pc.invert(pc.is_in(pa.arange(0, batch.num_rows), value_set=pa.array(gone, pa.int64())))
+    left = numbered(batch).filter(keep)
+    made = _chunk(stream, chunk.partition, left, CommitOptions(), keep=False)
+    return made, gone
+
+
+def _index(write: Write, stream: Stream, chunk: Chunk, number: int) -> int:
+    blob_id = chunk.blob_id if chunk.blob is None else _insert_blob(write, chunk)
+    assert blob_id is not None  # noqa: S101  a chunk has a blob or the id of one
+    failpoint("commit.blobs")
+    first = write.take_offsets(stream.id, chunk.partition, chunk.rows, chunk.size)
+    insert_batch(
+        write, (stream.id, chunk.partition, first), chunk.rows, blob_id, chunk.size,
+        chunk.checksum, number, write.time_us, None,
+    )  # fmt: skip
+    failpoint("commit.index")
+    return first
+
+
+def insert_batch(  # noqa: PLR0913  the columns of one row
+    write: Write, place: tuple[int, int, int], rows: int, blob_id: int, size: int,
+    blob_checksum: int, commit: int, time_us: int, runs: bytes | None,
+) -> None:  # fmt: skip
+    """Add a row to the offset index, sealed."""
+    mark = seal(place, rows, blob_id, blob_checksum, commit, time_us, runs)
+    write.run("insert_batch", *place, rows, blob_id, size, commit, time_us, runs, mark)
+
+
+def _save_entries(
+    write: Write, stream: Stream, chunk: Chunk, first: int, number: int, pinned: bool
+) -> None:
+    if not chunk.entries:
+        return
+    write.dirty = True
+    connection = write.connection
+    if pinned:
+        connection.executemany(
+            sql("keep_entry"), ((number, stream.id, change.key) for change in chunk.entries)
+        )
+    connection.executemany(
+        sql("save_entry"),
+        (
+            (stream.id, change.key, change.value, chunk.partition, first + change.row, number)
+            for change in chunk.entries
+            if change.value is not None
+        ),
+    )
+    connection.executemany(
+        sql("delete_entry"),
+        ((stream.id, change.key) for change in chunk.entries if change.value is None),
+    )
+    failpoint("commit.table")
+
+
+def _save_progress(write: Write, progress: dict[str, bytes | None]) -> None:
+    for key, value in progress.items():
+        if value is None:
+            write.run("delete_progress", key)
+        else:
+            write.run("save_progress", key, value)

@@ -1,0 +1,112 @@
+"""Tables: the latest value per key of a stream that is a table's changelog.
+
+A value is stored packed: a record as msgpack, JSON as its text, bytes as they are. `Table`
+unpacks; engines only store and find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar, cast
+
+import msgspec
+import pyarrow as pa
+
+from penstock.errors import UsageError
+from penstock.log.api import Entry, Log, Pin
+from penstock.log.objects import Stream
+from penstock.records.arrow import codec_of, codec_of_schema
+from penstock.records.event import DATA, DELETED, Key, data_columns, key_bytes, keys_of
+from penstock.records.schema import Record
+
+T = TypeVar("T")
+
+
+class Change(NamedTuple):
+    """The last change of a key in a batch; a value of `None` deletes the entry."""
+
+    key: bytes
+    value: bytes | None
+    row: int
+
+
+def entry_changes(stream: Stream, batch: pa.RecordBatch) -> list[Change]:
+    """What a batch of a changelog does to its table: one change per key, the last one."""
+    last = {key: row for row, key in enumerate(keys_of(batch).to_pylist())}
+    rows = sorted(last.values())
+    if len(rows) < batch.num_rows:
+        batch = batch.take(pa.array(rows, pa.int64()))
+    values = _packed(stream, batch)
+    keys = keys_of(batch).to_pylist()
+    return [Change(*item) for item in zip(keys, values, rows, strict=True)]
+
+
+def _packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
+    plain = data_columns(batch)
+    values: list[bytes | None]
+    if stream.record is None:
+        texts = plain.column(DATA).to_pylist()
+        values = [text.encode() if isinstance(text, str) else text for text in texts]
+    else:
+        encode = msgspec.msgpack.Encoder().encode
+        values = [encode(row) for row in plain.to_pylist(maps_as_pydicts="strict")]
+    if DELETED in batch.schema.names:
+        gone = batch.column(DELETED).to_pylist()
+        values = [None if deleted else value for deleted, value in zip(gone, values, strict=True)]
+    return values
+
+
+def unpacker(stream: Stream, record: type[Record] | None = None) -> Callable[[bytes], object]:
+    """What turns a packed value of the stream's table back into a record, JSON or bytes."""
+    if stream.record is not None:
+        return (codec_of(record) if record else codec_of_schema(stream.record)).unpack
+    return msgspec.json.decode if stream.spec.content == "json" else bytes
+
+
+class Table(Generic[T]):
+    """Reads a table: `Table(log, "customers", Customer).get("ada")`.
+
+    Without a record class, values are what the stream holds: records made from its schema,
+    JSON or bytes.
+    """
+
+    def __init__(self, log: Log, stream: str, record: type[T] | None = None) -> None:
+        self._log = log
+        self._name = stream
+        self._record = record
+        self._unpack: Callable[[bytes], object] | None = None
+
+    def get(self, key: Key, at: Pin | None = None) -> T | None:
+        """The latest value of a key, or that of a pinned moment; `None` where there is none."""
+        return self.get_many([key], at)[0]
+
+    def get_many(self, keys: Sequence[Key], at: Pin | None = None) -> list[T | None]:
+        """The values of many keys at one moment, in the order of `keys`."""
+        wanted = [cast(bytes, key_bytes(key)) for key in keys]
+        return [e and self._value(e) for e in self._log.get(self._name, wanted, at)]
+
+    def page(
+        self, after: Key | None = None, limit: int = 100, at: Pin | None = None
+    ) -> list[tuple[bytes, T]]:
+        """The next entries in order of key bytes."""
+        entries = self._log.page(self._name, key_bytes(after), limit, at)
+        return [(entry.key, self._value(entry)) for entry in entries]
+
+    def items(self) -> Iterator[tuple[bytes, T]]:
+        """All entries of one moment, in order of key bytes; memory stays bounded."""
+        for entries in self._log.snapshot(self._name):
+            for entry in entries:
+                yield entry.key, self._value(entry)
+
+    def _value(self, entry: Entry) -> T:
+        if self._unpack is None:
+            record = cast(type[Record] | None, self._record)
+            self._unpack = unpacker(self._log.stream(self._name), record)
+        return cast(T, self._unpack(entry.value))
+
+
+def check_table(stream: Stream) -> None:
+    if not stream.spec.table:
+        raise UsageError(
+            f"stream {stream.name} is not a table's changelog: it was created without table"
+        )

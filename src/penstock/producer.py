@@ -1,0 +1,414 @@
+"""The producer: sends events one by one or in columns, and commits them in batches.
+
+A background thread takes what has been sent, makes one numbered commit of it, and goes on
+with what was sent meanwhile: under load batches grow by themselves, without delay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import secrets
+import threading
+import time as clock
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+import msgspec
+import pyarrow as pa
+
+from penstock.errors import (
+    BufferFullError,
+    ClosedError,
+    CommitOutcomeUnknownError,
+    DeliveryTimeoutError,
+    PenstockError,
+    UsageError,
+)
+from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part, Placement
+from penstock.log.batch import Compression, check_compression
+from penstock.log.compose import Composer, EventOptions, Outgoing, homes_of
+from penstock.log.objects import Acks, Stream
+from penstock.records.event import Key
+
+STREAM_KEPT_S = 1.0
+
+
+class ProducerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a producer works.
+
+    name: its transactional id; opening it fences an older producer of that name. By default
+        a name of its own, forgotten after days of disuse.
+    client_id: the source of its events.
+    batch_bytes_max, batch_rows_max: a commit is made as soon as so much waits.
+    batch_delay_ms: how long to wait for more before committing less than that.
+    buffer_bytes_max: what may wait in memory.
+    on_full: whether a send then blocks (for `block_ms_max` at most) or raises at once.
+    compression: none, lz4 or zstd.
+    acks: what a commit waits for; by default what its streams say.
+    retries: how often to try a commit again, waiting `retry_backoff_ms`, doubled each time up
+        to `retry_backoff_ms_max`.
+    request_timeout_ms: how long one try may take.
+    delivery_timeout_ms: how long an event may take from its send until it is committed or
+        given up.
+    """
+
+    name: str | None = None
+    client_id: str = "penstock"
+    batch_bytes_max: int = 4 << 20
+    batch_rows_max: int = 65_536
+    batch_delay_ms: float = 0.0
+    buffer_bytes_max: int = 64 << 20
+    on_full: Literal["block", "error"] = "block"
+    block_ms_max: int = 60_000
+    compression: Compression = "lz4"
+    acks: Acks | None = None
+    retries: int = 1_000_000
+    retry_backoff_ms: int = 20
+    retry_backoff_ms_max: int = 1_000
+    request_timeout_ms: int = 30_000
+    delivery_timeout_ms: int = 120_000
+
+    def check(self) -> None:
+        """Raise `UsageError` for a setting that makes no sense."""
+        check_compression(self.compression)
+        if self.on_full not in ("block", "error"):
+            raise UsageError(f"on_full is {self.on_full!r}; it is block or error")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            least = 0 if name in ("batch_delay_ms", "retries") else 1
+            if isinstance(value, int | float) and value < least:
+                raise UsageError(f"{name} is {value}; it must be at least {least}")
+        if self.request_timeout_ms > self.delivery_timeout_ms:
+            raise UsageError("request_timeout_ms is longer than delivery_timeout_ms")
+
+
+class Place(NamedTuple):
+    """Where an event is. The offset of one that its stream held already is `None`."""
+
+    partition: int
+    offset: int | None
+    id: str
+
+    @property
+    def duplicate(self) -> bool:
+        return self.offset is None
+
+
+class _Sent(NamedTuple):
+    """Something that waits: one event, or columns that were made a part already."""
+
+    stream: Stream
+    event: Outgoing | None
+    part: Part | None
+    future: Future[Place] | Future[Committed]
+    size: int
+    rows: int
+    deadline: float
+
+
+class Producer:
+    """Sends events to a log.
+
+        with Producer(log) as producer:
+            place = producer.send("orders", order).result()
+
+    Safe to use from many threads; their events share commits. Events of one producer are
+    committed in the order they were sent. Leaving the block, or `close`, commits what waits.
+    """
+
+    def __init__(self, log: Log, options: ProducerOptions = ProducerOptions()) -> None:
+        options.check()
+        self._log = log
+        self._options = options
+        self._composer = Composer(options.client_id, log.limits)
+        self._commit_options = CommitOptions(
+            acks=options.acks,
+            compression=options.compression,
+            timeout_ms=options.request_timeout_ms,
+        )
+        self._streams: dict[str, tuple[Stream, float]] = {}
+        self._waiting: deque[_Sent] = deque()
+        self._bytes = 0
+        self._rows = 0
+        self._in_flight = 0
+        self._hurry = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._failure: PenstockError | None = None
+        self._holder: Holder | None = None
+        self._sequence = 0
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> Self:
+        """Take the producer's name, fencing its older holder, and start the background thread."""
+        name = self._options.name or f"{self._options.client_id}-{secrets.token_hex(8)}"
+        self._holder = self._log.hold(name, ephemeral=self._options.name is None)
+        last = self._log.last_commit(name)
+        self._sequence = last.sequence + 1 if last else 0
+        self._thread = threading.Thread(target=self._loop, name=f"penstock-{name}", daemon=True)
+        self._thread.start()
+        return self
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def send(
+        self,
+        stream: str,
+        data: object,
+        *,
+        key: Key | None = None,
+        id: str | int | None = None,  # noqa: A002  the word for it
+        time: dt.datetime | None = None,
+        type: str | None = None,  # noqa: A002  the word for it
+        headers: Mapping[str, str] | None = None,
+    ) -> Future[Place]:
+        """Send one event; the future has its place once it is committed.
+
+        What is wrong with the event is raised here, at once. The future raises `FencedError`,
+        `DeliveryTimeoutError` (not committed) or `CommitOutcomeUnknownError`.
+        """
+        found = self._stream(stream)
+        options = EventOptions(key=key, id=id, time=time, type=type, headers=headers)
+        event = self._composer.admit(found, data, options)
+        future: Future[Place] = Future()
+        self._enqueue(_Sent(found, event, None, future, event.size, 1, self._deadline()))
+        return future
+
+    def append(self, stream: str, batch: pa.RecordBatch | pa.Table) -> Future[Committed]:
+        """Send a batch of columns; the future has the commit that it became part of."""
+        found = self._stream(stream)
+        part = self._composer.arrow_part(found, batch)
+        future: Future[Committed] = Future()
+        size, rows = part.batch.nbytes, part.batch.num_rows
+        self._enqueue(_Sent(found, None, part, future, size, rows, self._deadline()))
+        return future
+
+    def flush(self) -> None:
+        """Wait until everything sent before is committed or has failed."""
+        with self._changed:
+            pending = [sent.future for sent in self._waiting]
+            self._hurry = len(self._waiting)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: all(future.done() for future in pending) and not self._in_flight
+            )
+
+    def close(self) -> None:
+        """Commit what waits, then stop. A second call does nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # Sending
+
+    def _stream(self, name: str) -> Stream:
+        found, until = self._streams.get(name, (None, 0.0))
+        if found is None or clock.monotonic() > until:
+            found = self._log.stream(name)
+            self._streams[name] = (found, clock.monotonic() + STREAM_KEPT_S)
+        return found
+
+    def _deadline(self) -> float:
+        return clock.monotonic() + self._options.delivery_timeout_ms / 1000
+
+    def _enqueue(self, sent: _Sent) -> None:
+        with self._changed:
+            self._check_usable()
+            if self._bytes and self._bytes + sent.size > self._options.buffer_bytes_max:
+                self._wait_for_room(sent.size)
+            self._waiting.append(sent)
+            self._bytes += sent.size
+            self._rows += sent.rows
+            self._changed.notify_all()
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing or self._thread is None:
+            raise ClosedError("the producer is closed: use it inside its `with` block")
+
+    def _wait_for_room(self, size: int) -> None:
+        most = self._options.buffer_bytes_max
+        fact = f"the producer's buffer is full ({self._bytes} of {most} bytes, buffer_bytes_max)"
+        if self._options.on_full == "error":
+            raise BufferFullError(f"{fact}: send slower, or set on_full to block")
+        room = self._changed.wait_for(
+            lambda: not self._bytes or self._bytes + size <= most or self._failure or self._closing,
+            timeout=self._options.block_ms_max / 1000,
+        )
+        self._check_usable()
+        if not room:
+            raise BufferFullError(
+                f"{fact} and stayed so for {self._options.block_ms_max} ms (block_ms_max)"
+            )
+
+    # Committing, in the background thread
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                self._linger()
+                group = self._take()
+                self._in_flight = len(group)
+            try:
+                self._deliver(group)
+            finally:
+                with self._changed:
+                    self._in_flight = 0
+                    self._bytes -= sum(sent.size for sent in group)
+                    self._changed.notify_all()
+
+    def _linger(self) -> None:
+        """Wait for more, up to the batch delay, unless enough waits or somebody is in a hurry."""
+        if self._options.batch_delay_ms:
+            self._changed.wait_for(
+                lambda: (
+                    self._closing
+                    or self._hurry
+                    or self._bytes >= self._options.batch_bytes_max
+                    or self._rows >= self._options.batch_rows_max
+                ),
+                timeout=self._options.batch_delay_ms / 1000,
+            )
+
+    def _take(self) -> list[_Sent]:
+        """The next commit's events: in order, within the limits, at least one."""
+        group: list[_Sent] = []
+        size = rows = 0
+        while self._waiting:
+            sent = self._waiting[0]
+            size, rows = size + sent.size, rows + sent.rows
+            full = size > self._options.batch_bytes_max or rows > self._options.batch_rows_max
+            if group and full:
+                break
+            group.append(self._waiting.popleft())
+        self._rows -= sum(sent.rows for sent in group)
+        self._hurry = max(0, self._hurry - len(group))
+        return group
+
+    def _deliver(self, group: Sequence[_Sent]) -> None:
+        try:
+            parts, members = self._parts(group)
+            committed = self._commit(Commit(parts=parts), min(sent.deadline for sent in group))
+        except BaseException as error:  # noqa: BLE001  whatever it is, the senders must hear of it
+            self._fail(group, error)
+            return
+        for placement, part, sent in zip(committed.placements, parts, members, strict=True):
+            _resolve(placement, part, sent, committed)
+
+    def _parts(self, group: Sequence[_Sent]) -> tuple[list[Part], list[list[_Sent]]]:
+        """Neighbouring single events of a stream become one part; the order stays."""
+        parts: list[Part] = []
+        members: list[list[_Sent]] = []
+        open_: dict[str, list[_Sent]] = {}
+        for sent in group:
+            name = str(sent.stream.name)
+            if sent.part is not None:
+                open_.pop(name, None)
+                members.append([sent])
+            elif name in open_:
+                open_[name].append(sent)
+            else:
+                open_[name] = [sent]
+                members.append(open_[name])
+        for sents in members:
+            part = sents[0].part
+            events = [sent.event for sent in sents if sent.event is not None]
+            parts.append(part or self._composer.part(sents[0].stream, events))
+        return parts, members
+
+    def _commit(self, commit: Commit, deadline: float) -> Committed:
+        assert self._holder is not None  # noqa: S101  open means held
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        unknown = False
+        for pause in self._pauses():
+            try:
+                return self._log.commit(self._holder, sequence, commit, self._commit_options)
+            except PenstockError as error:
+                unknown = unknown or isinstance(error, CommitOutcomeUnknownError)
+                if not error.retriable:
+                    raise
+                if clock.monotonic() + pause >= deadline or self._gave_up(pause):
+                    raise self._too_late(error, unknown) from error
+        raise AssertionError("retries never end by themselves")
+
+    def _pauses(self) -> Iterator[float]:
+        pause = float(self._options.retry_backoff_ms)
+        for _ in range(self._options.retries):
+            yield pause / 1000
+            pause = min(pause * 2, self._options.retry_backoff_ms_max)
+        yield -1.0
+
+    @staticmethod
+    def _gave_up(pause: float) -> bool:
+        if pause < 0:
+            return True
+        clock.sleep(pause)
+        return False
+
+    def _too_late(self, error: PenstockError, unknown: bool) -> PenstockError:
+        limit = self._options.delivery_timeout_ms
+        if unknown:
+            return CommitOutcomeUnknownError(
+                f"the events may or may not be committed, and retrying ended ({error}): read the "
+                f"stream to find out, or raise delivery_timeout_ms ({limit})"
+            )
+        return DeliveryTimeoutError(
+            f"the events were not committed within delivery_timeout_ms ({limit}) or the allowed "
+            f"retries: {error}"
+        )
+
+    def _fail(self, group: Sequence[_Sent], error: BaseException) -> None:
+        for sent in group:
+            sent.future.set_exception(error)
+        if isinstance(error, PenstockError) and error.code in ("fenced", "closed"):
+            with self._changed:
+                self._failure = error
+                left, self._waiting = list(self._waiting), deque()
+                self._bytes -= sum(sent.size for sent in left)
+                self._rows = 0
+            for sent in left:
+                sent.future.set_exception(error)
+
+
+def _resolve(
+    placement: Placement, part: Part, sents: Sequence[_Sent], committed: Committed
+) -> None:
+    first = sents[0]
+    if first.part is not None:
+        with contextlib.suppress(Exception):
+            first.future.set_result(committed)  # type: ignore[arg-type]
+        return
+    for sent, (partition, offset) in zip(sents, places(placement, part), strict=True):
+        assert sent.event is not None  # noqa: S101  a sent without a part has an event
+        sent.future.set_result(Place(partition, offset, sent.event.id))  # type: ignore[arg-type]
+
+
+def places(placement: Placement, part: Part) -> Iterator[tuple[int, int | None]]:
+    """Partition and offset of each event of a part, in its order."""
+    homes = homes_of(part.batch, placement.partitions).to_pylist()
+    dropped = set(placement.dropped)
+    offsets: dict[int, Iterator[int]] = {}
+    for partition in {p for p, _, _ in placement.ranges}:
+        ranges = [range(first, first + n) for p, first, n in placement.ranges if p == partition]
+        offsets[partition] = (offset for found in ranges for offset in found)
+    for row, partition in enumerate(homes):
+        yield partition, None if row in dropped else next(offsets[partition])

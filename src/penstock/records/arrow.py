@@ -1,0 +1,310 @@
+"""Records as Arrow columns, and back, without loss.
+
+Plain columns go straight through pyarrow; whatever nests or has a Python type of its
+own goes through msgspec's conversion to builtins, which is still one call per column.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import functools
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import RecordError
+from penstock.records.schema import (
+    Choice,
+    DictOf,
+    Digits,
+    Field,
+    ListOf,
+    Maybe,
+    Record,
+    Scalar,
+    Schema,
+    SetOf,
+    Type,
+    record_type,
+    schema_of,
+)
+
+UTC_MICROSECONDS = pa.timestamp("us", tz="UTC")
+_ARROW: dict[str, pa.DataType] = {
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "str": pa.string(),
+    "bytes": pa.binary(),
+    "datetime": UTC_MICROSECONDS,
+    "naive_datetime": pa.timestamp("us"),
+    "date": pa.date32(),
+    "uuid": pa.string(),
+}
+_BUILTIN = (bytes, dt.datetime, dt.date, decimal.Decimal)
+
+
+@functools.cache
+def arrow_type(type_: Type) -> pa.DataType:
+    match type_:
+        case Scalar(kind=kind):
+            return _ARROW[kind]
+        case Digits(precision=precision, scale=scale):
+            return pa.decimal128(precision, scale)
+        case Choice():
+            return pa.string() if type_.of_text else pa.int64()
+        case ListOf(item=item) | SetOf(item=item):
+            return pa.list_(_arrow_field("element", item))
+        case DictOf(key=key, value=value):
+            return pa.map_(arrow_type(key), _arrow_field("value", value))
+        case Maybe(of=of):
+            return arrow_type(of)
+        case Schema(fields=fields):
+            return pa.struct([_arrow_field(field.name, field.type) for field in fields])
+
+
+def _arrow_field(name: str, type_: Type) -> pa.Field:
+    return pa.field(name, arrow_type(type_), nullable=isinstance(type_, Maybe))
+
+
+@functools.cache
+def arrow_schema(schema: Schema) -> pa.Schema:
+    return pa.schema([_arrow_field(field.name, field.type) for field in schema.fields])
+
+
+class RecordCodec:
+    """Turns records of one class into columns and back.
+
+    Validation is msgspec's, with the path of the field in the error.
+    """
+
+    def __init__(self, record: type[Record]) -> None:
+        self.record = record
+        self.schema = schema_of(record)
+        self.arrow = arrow_schema(self.schema)
+        self._pack = msgspec.msgpack.Encoder()
+        self._one = msgspec.msgpack.Decoder(record)
+        self._many = msgspec.msgpack.Decoder(list[record])  # type: ignore[valid-type]
+        self._fields = msgspec.structs.fields(record)
+        self._annotations = {
+            info.encode_name: list[info.type] for info in self._fields  # type: ignore[name-defined]
+        }
+
+    def validate(self, value: Record) -> None:
+        """Raise `RecordError` with the path of the first field that does not fit."""
+        if not isinstance(value, self.record):
+            raise RecordError(
+                f"expected a record {self.record.__name__}, got {type(value).__name__}"
+            )
+        self._checked(lambda: self._one.decode(self._pack.encode(value)))
+        for leaf, type_, path in _walk(value, self.schema, self.record.__name__):
+            _check_leaf(leaf, type_, path)
+
+    def _checked(self, decode: object) -> None:
+        try:
+            decode()  # type: ignore[operator]
+        except (msgspec.ValidationError, TypeError, OverflowError, ValueError) as error:
+            raise RecordError(f"{self.record.__name__}: {error}") from None
+
+    def from_json(self, text: bytes | str) -> Record:
+        """Decode and validate one JSON object."""
+        try:
+            value = msgspec.json.decode(text, type=self.record)
+        except msgspec.ValidationError as error:
+            raise RecordError(f"{self.record.__name__}: {error}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RecordError(f"not valid JSON: {error}") from None
+        self.validate(value)
+        return value
+
+    def pack(self, value: Record) -> bytes:
+        return self._pack.encode(value)
+
+    def unpack(self, data: bytes) -> Record:
+        """The record of packed data, which may be of an older version of its class."""
+        try:
+            return self._one.decode(data)
+        except msgspec.ValidationError:
+            values = {field.name: None for field in self.schema.fields}
+            values |= msgspec.msgpack.decode(data)
+            return msgspec.convert(values, self.record, builtin_types=_BUILTIN)
+
+    def to_arrow(self, records: Sequence[Record | None]) -> pa.RecordBatch:
+        """Columns of `records`, in the record's field order; a `None` is a row of nulls."""
+        columns = [
+            self._column([None if r is None else getattr(r, info.name) for r in records], field)
+            for info, field in zip(self._fields, self.schema.fields, strict=True)
+        ]
+        schema = self.arrow if None not in records else nullable(self.arrow)
+        return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+    def _column(self, values: list[object], field: Field) -> pa.Array:
+        if not _is_plain(field.type):
+            values = msgspec.to_builtins(values, builtin_types=_BUILTIN)
+        try:
+            return pa.array(values, arrow_type(field.type))
+        except (pa.ArrowException, OverflowError, TypeError) as error:
+            raise RecordError(f"{self.record.__name__}.{field.name}: {error}") from None
+
+    def from_arrow(self, batch: pa.RecordBatch) -> list[Record]:
+        """The records of a batch; a field that the batch does not have yet is `None`."""
+        columns = [self._values(batch, field) for field in self.schema.fields]
+        names = [info.name for info in self._fields]
+        make = self.record
+        return [make(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+
+    def _values(self, batch: pa.RecordBatch, field: Field) -> list[object]:
+        index = batch.schema.get_field_index(field.name)
+        if index < 0:
+            return [None] * batch.num_rows
+        values: list[object] = batch.column(index).to_pylist(maps_as_pydicts="strict")
+        if _is_plain(field.type):
+            return values
+        return msgspec.convert(
+            values, type=self._annotations[field.name], builtin_types=_BUILTIN, strict=True
+        )
+
+    def check_arrow(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The data columns of a batch that somebody else built, in order and of the right type.
+
+        Raises `RecordError` naming the column. Constraints that Arrow cannot express are
+        checked by building the records, so a constrained record is slower to append.
+        """
+        batch = conform(batch, self.schema)
+        if self._constrained:
+            packed = self._pack.encode(self.from_arrow(batch))
+            self._checked(lambda: self._many.decode(packed))
+        return batch
+
+    @functools.cached_property
+    def _constrained(self) -> bool:
+        return "Meta(" in repr([info.type for info in self._fields])
+
+
+@functools.cache
+def codec_of(record: type[Record]) -> RecordCodec:
+    return RecordCodec(record)
+
+
+def codec_of_schema(schema: Schema) -> RecordCodec:
+    """A codec for programs that have the schema and not the class."""
+    return codec_of(record_type(schema))
+
+
+def nullable(schema: pa.Schema) -> pa.Schema:
+    """The same columns, each of which may be null: what a deleted entry needs."""
+    return pa.schema([field.with_nullable(True) for field in schema])
+
+
+def conform(batch: pa.RecordBatch, schema: Schema) -> pa.RecordBatch:
+    """Check and cast `batch` to the schema's columns: order, types, nulls and choices."""
+    target = arrow_schema(schema)
+    unknown = [name for name in batch.schema.names if schema.field(name) is None]
+    if unknown:
+        raise RecordError(
+            f"{schema.name} has no field {unknown[0]!r}: it has {', '.join(target.names)}"
+        )
+    columns = [
+        _conform_column(batch, field, arrow, schema.name)
+        for field, arrow in zip(schema.fields, target, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=target)
+
+
+def _conform_column(
+    batch: pa.RecordBatch, field: Field, arrow: pa.Field, record: str
+) -> pa.Array:
+    index = batch.schema.get_field_index(field.name)
+    if index < 0:
+        if not arrow.nullable:
+            raise RecordError(f"the column {record}.{field.name} is missing: it is {field.type}")
+        return pa.nulls(batch.num_rows, arrow.type)
+    column = batch.column(index)
+    if column.type != arrow.type:
+        try:
+            column = column.cast(arrow.type)
+        except (pa.ArrowException, TypeError) as error:
+            raise RecordError(
+                f"the column {record}.{field.name} is {batch.schema.field(index).type}, "
+                f"not {field.type}: {error}"
+            ) from None
+    if column.null_count and not arrow.nullable:
+        raise RecordError(f"the column {record}.{field.name} has nulls; {field.type} allows none")
+    inner = field.type.of if isinstance(field.type, Maybe) else field.type
+    if isinstance(inner, Choice):
+        _check_choice(column, inner, f"{record}.{field.name}")
+    return column
+
+
+def _check_choice(column: pa.Array, choice: Choice, where: str) -> None:
+    allowed = pa.array(choice.values, arrow_type(choice))
+    bad = pc.and_(pc.invert(pc.is_in(column, value_set=allowed)), pc.is_valid(column))
+    if pc.any(bad).as_py():
+        value = column.filter(bad)[0].as_py()
+        raise RecordError(f"the column {where} holds {value!r}, which is not one of {choice}")
+
+
+def _is_plain(type_: Type) -> bool:
+    """Whether pyarrow converts values of the type by itself, both ways."""
+    inner = type_.of if isinstance(type_, Maybe) else type_
+    return isinstance(inner, Digits) or (isinstance(inner, Scalar) and inner.kind != "uuid")
+
+
+def _parts(type_: Type) -> Iterable[Type]:
+    yield type_
+    match type_:
+        case Maybe(of=inner) | ListOf(item=inner) | SetOf(item=inner):
+            yield from _parts(inner)
+        case DictOf(key=key, value=value):
+            yield from _parts(key)
+            yield from _parts(value)
+        case Schema(fields=fields):
+            for field in fields:
+                yield from _parts(field.type)
+
+
+def _check_leaf(leaf: object, type_: Type, path: str) -> None:
+    """Refuse what Arrow would silently change: a datetime without a zone, a Decimal cut short."""
+    if isinstance(type_, Digits):
+        try:
+            pa.scalar(leaf, arrow_type(type_))
+        except (pa.ArrowException, OverflowError):
+            raise RecordError(f"{path}: {leaf} does not fit {type_}") from None
+    elif isinstance(leaf, dt.datetime) and leaf.tzinfo is None:
+        raise RecordError(
+            f"{path}: {leaf.isoformat()} has no time zone; use datetime.now(UTC), or declare "
+            "the field as Annotated[datetime, msgspec.Meta(tz=False)] to keep it without"
+        )
+
+
+def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type, str]]:
+    """Every datetime and Decimal inside `value`, with its declared type and its path."""
+    match type_:
+        case _ if value is None:
+            return
+        case Maybe(of=of):
+            yield from _walk(value, of, path)
+        case Scalar(kind="datetime") | Digits():
+            yield value, type_, path
+        case ListOf(item=item) | SetOf(item=item) if _needs_walk(item):
+            for index, element in enumerate(value):  # type: ignore[call-overload]
+                yield from _walk(element, item, f"{path}[{index}]")
+        case DictOf(key=key, value=inner) if _needs_walk(type_):
+            for name, element in value.items():  # type: ignore[attr-defined]
+                yield from _walk(name, key, f"{path}.keys")
+                yield from _walk(element, inner, f"{path}[{name!r}]")
+        case Schema(fields=fields) if _needs_walk(type_):
+            infos = msgspec.structs.fields(value)  # type: ignore[arg-type]
+            for info, field in zip(infos, fields, strict=True):
+                yield from _walk(getattr(value, info.name), field.type, f"{path}.{field.name}")
+
+
+@functools.cache
+def _needs_walk(type_: Type) -> bool:
+    return any(
+        isinstance(part, Digits) or (isinstance(part, Scalar) and part.kind == "datetime")
+        for part in _parts(type_)
+    )
