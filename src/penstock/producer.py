@@ -190,7 +190,7 @@ class Producer:
     def append(self, stream: str, batch: pa.RecordBatch | pa.Table) -> Future[Committed]:
         """Send a batch of columns; the future has the commit that it became part of."""
         found = self._stream(stream)
-        part = self._composer.arrow_part(found, batch)
+        part = self._log.prepare(self._composer.arrow_part(found, batch), self._commit_options)
         future: Future[Committed] = Future()
         size, rows = part.batch.nbytes, part.batch.num_rows
         self._enqueue(_Sent(found, None, part, future, size, rows, self._deadline()))

@@ -65,10 +65,14 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Events for one stream: a stamped batch, see `penstock.records.event`."""
+    """Events for one stream: a stamped batch, see `penstock.records.event`.
+
+    `ready` is what `Log.prepare` made of it, and the engine's own business.
+    """
 
     stream: str
     batch: pa.RecordBatch
+    ready: object = None
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -210,6 +214,12 @@ class Log(Protocol):
 
     def last_commit(self, producer: str) -> Committed | None:
         """The producer's latest commit, by whatever holder."""
+
+    def prepare(self, part: Part, options: CommitOptions = CommitOptions()) -> Part:
+        """Do the work on a part that needs no order (encoding, compressing) ahead of its commit.
+
+        Never necessary; lets one thread prepare the next commit while another commits.
+        """
 
     def stage(
         self, holder: Holder, sequence: int, part: Part, options: CommitOptions = CommitOptions()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -16,6 +15,7 @@ from typing import Literal, get_args
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from penstock.errors import UsageError
 from penstock.log.objects import Stream
@@ -61,7 +61,8 @@ def decode_blob(blob: Buffer) -> pa.RecordBatch:
 
 
 def checksum(blob: Buffer) -> int:
-    return zlib.crc32(blob)
+    """64 bits, as the signed integer that SQLite stores."""
+    return xxhash.xxh3_64_intdigest(blob) - 2**63
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -468,7 +468,7 @@ def _data_arrays(
     elif deleted:
         return _table_arrays(stream, batch, plain)
     else:
-        plain = codec_of_schema(stream.record).check_arrow(plain)
+        plain = conform(plain, stream.record)
     return list(plain.columns), list(plain.schema)
 
 
@@ -489,7 +489,7 @@ def _table_arrays(
     deleted = batch.column(DELETED).fill_null(False)
     record = stream.record
     assert record is not None  # noqa: S101  only called for typed streams
-    codec_of_schema(record).check_arrow(plain.filter(pc.invert(deleted)))
+    conform(plain.filter(pc.invert(deleted)), record)
     schema = nullable(arrow_schema(record))
     columns = [plain.column(field.name).cast(field.type) for field in schema]
     return [*columns, deleted], [*schema, pa.field(DELETED, pa.bool_())]

@@ -44,6 +44,7 @@ _ARROW: dict[str, pa.DataType] = {
     "date": pa.date32(),
     "uuid": pa.string(),
 }
+_UUID = "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 _BUILTIN = (bytes, dt.datetime, dt.date, decimal.Decimal)
 
 
@@ -87,7 +88,6 @@ class RecordCodec:
         self.arrow = arrow_schema(self.schema)
         self._pack = msgspec.msgpack.Encoder()
         self._one = msgspec.msgpack.Decoder(record)
-        self._many = msgspec.msgpack.Decoder(list[record])  # type: ignore[valid-type]
         self._fields = msgspec.structs.fields(record)
         self._annotations = {
             info.encode_name: list[info.type] for info in self._fields  # type: ignore[name-defined]
@@ -167,22 +167,6 @@ class RecordCodec:
             values, type=self._annotations[field.name], builtin_types=_BUILTIN, strict=True
         )
 
-    def check_arrow(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The data columns of a batch that somebody else built, in order and of the right type.
-
-        Raises `RecordError` naming the column. Constraints that Arrow cannot express are
-        checked by building the records, so a constrained record is slower to append.
-        """
-        batch = conform(batch, self.schema)
-        if self._constrained:
-            packed = self._pack.encode(self.from_arrow(batch))
-            self._checked(lambda: self._many.decode(packed))
-        return batch
-
-    @functools.cached_property
-    def _constrained(self) -> bool:
-        return "Meta(" in repr([info.type for info in self._fields])
-
 
 @functools.cache
 def codec_of(record: type[Record]) -> RecordCodec:
@@ -231,20 +215,35 @@ def _conform_column(
                 f"the column {record}.{field.name} is {batch.schema.field(index).type}, "
                 f"not {field.type}: {error}"
             ) from None
-    if column.null_count and not arrow.nullable:
-        raise RecordError(f"the column {record}.{field.name} has nulls; {field.type} allows none")
-    inner = field.type.of if isinstance(field.type, Maybe) else field.type
-    if isinstance(inner, Choice):
-        _check_choice(column, inner, f"{record}.{field.name}")
+    check_column(column, field.type, f"{record}.{field.name}")
     return column
 
 
-def _check_choice(column: pa.Array, choice: Choice, where: str) -> None:
-    allowed = pa.array(choice.values, arrow_type(choice))
-    bad = pc.and_(pc.invert(pc.is_in(column, value_set=allowed)), pc.is_valid(column))
-    if pc.any(bad).as_py():
-        value = column.filter(bad)[0].as_py()
-        raise RecordError(f"the column {where} holds {value!r}, which is not one of {choice}")
+def check_column(column: pa.Array, type_: Type, path: str) -> None:
+    """Raise `RecordError` where a column of the right Arrow type holds what the field may not."""
+    if isinstance(type_, Maybe):
+        column, type_ = column.drop_null(), type_.of
+    elif column.null_count:
+        raise RecordError(f"the column {path} has nulls; {type_} allows none")
+    match type_:
+        case Choice(values=values):
+            _check_all(column, pc.is_in(column, value_set=pa.array(values)), type_, path)
+        case Scalar(kind="uuid"):
+            _check_all(column, pc.match_substring_regex(column, _UUID), type_, path)
+        case ListOf(item=item) | SetOf(item=item):
+            check_column(column.flatten(), item, f"{path}[]")
+        case DictOf(key=key, value=value):
+            check_column(column.keys, key, f"{path}.keys")
+            check_column(column.items, value, f"{path}[]")
+        case Schema(fields=fields):
+            for field, inner in zip(fields, column.flatten(), strict=True):
+                check_column(inner, field.type, f"{path}.{field.name}")
+
+
+def _check_all(column: pa.Array, fits: pa.Array, type_: Type, path: str) -> None:
+    if not pc.all(fits).as_py():
+        value = column.filter(pc.invert(fits))[0].as_py()
+        raise RecordError(f"the column {path} holds {value!r}, which is not {type_}")
 
 
 def _is_plain(type_: Type) -> bool:
@@ -297,9 +296,8 @@ def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type,
                 yield from _walk(name, key, f"{path}.keys")
                 yield from _walk(element, inner, f"{path}[{name!r}]")
         case Schema(fields=fields) if _needs_walk(type_):
-            infos = msgspec.structs.fields(value)  # type: ignore[arg-type]
-            for info, field in zip(infos, fields, strict=True):
-                yield from _walk(getattr(value, info.name), field.type, f"{path}.{field.name}")
+            for name, field in zip(type(value).__struct_fields__, fields, strict=True):  # type: ignore[attr-defined]
+                yield from _walk(getattr(value, name), field.type, f"{path}.{field.name}")
 
 
 @functools.cache

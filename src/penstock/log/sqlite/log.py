@@ -221,6 +221,16 @@ class SqliteLog:
             return None
         return msgspec.msgpack.decode(row[2], type=Committed)
 
+    def prepare(self, part: Part, options: CommitOptions = CommitOptions()) -> Part:
+        ready = self._prepare_part(part, options)
+        return msgspec.structs.replace(part, ready=ready)
+
+    def _prepare_part(self, part: Part, options: CommitOptions) -> Prepared:
+        stream = self.stream(part.stream)
+        if isinstance(part.ready, Prepared) and part.ready.stream is stream:
+            return part.ready
+        return prepare_part(stream, part, self._limits, options)
+
     def stage(
         self, holder: Holder, sequence: int, part: Part, options: CommitOptions = CommitOptions()
     ) -> Piece:
@@ -228,7 +238,7 @@ class SqliteLog:
         check_limits(Commit(parts=[part]), self._limits)
 
         def attempt() -> Piece:
-            prepared = prepare_part(self.stream(part.stream), part, self._limits, options)
+            prepared = self._prepare_part(part, options)
             return self._submit(
                 lambda write: write_stage(write, holder, sequence, prepared),
                 durable=self._durable([prepared.stream], options),
@@ -293,10 +303,7 @@ class SqliteLog:
         return done
 
     def _prepare(self, commit: Commit, options: CommitOptions) -> list[Prepared]:
-        prepared = [
-            prepare_part(self.stream(part.stream), part, self._limits, options)
-            for part in commit.parts
-        ]
+        prepared = [self._prepare_part(part, options) for part in commit.parts]
         if commit.pieces:
             with self._pool.lend() as connection:
                 for piece in commit.pieces:

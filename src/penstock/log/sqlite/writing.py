@@ -7,7 +7,6 @@ only small rows are checked and written, and blobs inserted.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
 
 import apsw
@@ -80,7 +79,7 @@ def seal(
 ) -> int:  # fmt: skip
     """A checksum over an index row, so that neither it nor its blob can change unnoticed."""
     fixed = struct.pack(">8q", *place, rows, blob_id, blob_checksum, commit, time_us)
-    return zlib.crc32(runs or b"", zlib.crc32(fixed))
+    return checksum(fixed + (runs or b""))
 
 
 def prepare_part(stream: Stream, part: Part, limits: Limits, options: CommitOptions) -> Prepared:
