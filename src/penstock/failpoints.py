@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Literal, NoReturn, cast
+from typing import Literal, cast
 
 Action = Literal["raise", "kill", "stop"]
 
@@ -96,6 +96,5 @@ def _reach(name: str, action: Action, at: int) -> None:
     _signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
 
-def _signal(number: signal.Signals) -> NoReturn | None:
+def _signal(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
-    return None

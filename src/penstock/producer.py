@@ -308,7 +308,7 @@ class Producer:
         try:
             parts, members = self._parts(group)
             committed = self._commit(Commit(parts=parts), min(sent.deadline for sent in group))
-        except BaseException as error:  # noqa: BLE001  whatever it is, the senders must hear of it
+        except BaseException as error:
             self._fail(group, error)
             return
         for placement, part, sent in zip(committed.placements, parts, members, strict=True):

@@ -17,7 +17,9 @@ OptionValue = str | int | bool
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def open_log(url: str | Path = "penstock.db", *, create: bool = True, **options: OptionValue) -> Log:
+def open_log(
+    url: str | Path = "penstock.db", *, create: bool = True, **options: OptionValue
+) -> Log:
     """Open the log that `url` names; use it in a `with` statement, or close it.
 
     A path is an embedded log, made if it is not there unless `create` is false. Options are

@@ -39,7 +39,7 @@ from penstock.records.event import JsonValue
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a log accepts; each is a log option of the same name (`penstock.open(url, **options)`)."""
+    """What a log accepts; each is a log option of its name: `penstock.open(url, **options)`."""
 
     event_bytes_max: int = 1 << 20
     key_bytes_max: int = 1024

@@ -10,7 +10,7 @@ import base64
 import datetime as dt
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import msgspec
 import pyarrow as pa
@@ -52,7 +52,7 @@ def encode_blob(batch: pa.RecordBatch, compression: Compression) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue())
 
 
 def decode_blob(blob: Buffer) -> pa.RecordBatch:
@@ -214,7 +214,7 @@ class Batch:
         if schema is None:
             values: list[object] = data.column(DATA).to_pylist()
             if self.stream.spec.content == "json":
-                values = [None if v is None else msgspec.json.decode(v) for v in values]
+                values = [None if v is None else msgspec.json.decode(cast(str, v)) for v in values]
             return values
         codec = codec_of(record) if record else codec_of_schema(schema)
         if not self.stream.spec.table:

@@ -40,8 +40,8 @@ from penstock.records.event import (
     microseconds,
     new_id_prefix,
     numbered,
-    partitions_of,
     partition_of,
+    partitions_of,
     slice_stamped,
     stamped,
 )
@@ -163,8 +163,7 @@ class Composer:
         if field is not None and packed is not None:
             if given is not None:
                 raise UsageError(
-                    f"stream {stream.name} takes its key from the field {field}; "
-                    "leave the key out"
+                    f"stream {stream.name} takes its key from the field {field}; leave the key out"
                 )
             key = _field_key(stream, packed, field)
         if key is None and stream.spec.table:
@@ -212,14 +211,14 @@ class Composer:
             "_type": [event.type for event in events],
             "_headers": [event.headers or None for event in events],
         }
-        if stream.spec.key is not None and not any(event.data is None for event in events):
-            if stream.record is not None:
-                del given["_key"]
+        deletes = any(event.data is None for event in events)
+        if stream.spec.key is not None and stream.record is not None and not deletes:
+            del given["_key"]  # the column of that field is the key
         for name, values in given.items():
             if any(value is not None for value in values):
                 columns[name] = pa.array(values, ENVELOPE.field(name).type)
                 fields.append(pa.field(name, columns[name].type))
-        if any(event.data is None for event in events):
+        if deletes:
             columns[DELETED] = pa.array([event.data is None for event in events])
             fields.append(pa.field(DELETED, pa.bool_()))
         batch = pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
@@ -396,9 +395,7 @@ def _field_key(stream: Stream, packed: Record | bytes | str, field: str) -> byte
     return key_bytes(value if isinstance(value, str | int | bytes) else str(value))
 
 
-def _checked_headers(
-    headers: Mapping[str, str] | None, limits: Limits
-) -> Mapping[str, str] | None:
+def _checked_headers(headers: Mapping[str, str] | None, limits: Limits) -> Mapping[str, str] | None:
     if not headers:
         return None
     for name, value in headers.items():
@@ -453,9 +450,7 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
-def _data_arrays(
-    stream: Stream, batch: pa.RecordBatch
-) -> tuple[list[pa.Array], list[pa.Field]]:
+def _data_arrays(stream: Stream, batch: pa.RecordBatch) -> tuple[list[pa.Array], list[pa.Field]]:
     plain = batch.select([name for name in batch.schema.names if not name.startswith("_")])
     deleted = DELETED in batch.schema.names
     if deleted and not stream.spec.table:

@@ -227,8 +227,8 @@ def check_alter(stream: Stream, spec: StreamSpec) -> None:
     if fixed:
         old, new = getattr(stream.spec, fixed[0]), getattr(spec, fixed[0])
         raise EvolutionError(
-            f"stream {stream.name}: {fixed[0]} cannot change from {old!r} to {new!r}: stored events "
-            "would get another meaning; create a new stream and copy the events over"
+            f"stream {stream.name}: {fixed[0]} cannot change from {old!r} to {new!r}: stored "
+            "events would get another meaning; create a new stream and copy the events over"
         )
     if spec.partitions is not None and spec.partitions < stream.partitions:
         raise EvolutionError(

@@ -41,9 +41,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     on_damage: Callable[[DamagedError], None] | None = None
 
 
-def read_batches(
-    log: Log, stream: str, options: ReadOptions = ReadOptions()
-) -> Iterator[Batch]:
+def read_batches(log: Log, stream: str, options: ReadOptions = ReadOptions()) -> Iterator[Batch]:
     """Batches of all chosen partitions, in the order of their commits where the log has one.
 
     What is there when it is called, and with `follow` what comes later. Within a partition

@@ -83,7 +83,10 @@ class Table(Generic[T]):
     def get_many(self, keys: Sequence[Key], at: Pin | None = None) -> list[T | None]:
         """The values of many keys at one moment, in the order of `keys`."""
         wanted = [cast(bytes, key_bytes(key)) for key in keys]
-        return [e and self._value(e) for e in self._log.get(self._name, wanted, at)]
+        return [
+            None if entry is None else self._value(entry)
+            for entry in self._log.get(self._name, wanted, at)
+        ]
 
     def page(
         self, after: Key | None = None, limit: int = 100, at: Pin | None = None

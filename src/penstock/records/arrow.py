@@ -9,7 +9,9 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import functools
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import msgspec
 import pyarrow as pa
@@ -90,7 +92,7 @@ class RecordCodec:
         self._one = msgspec.msgpack.Decoder(record)
         self._fields = msgspec.structs.fields(record)
         self._annotations = {
-            info.encode_name: list[info.type] for info in self._fields  # type: ignore[name-defined]
+            info.encode_name: types.GenericAlias(list, (info.type,)) for info in self._fields
         }
 
     def validate(self, value: Record) -> None:
@@ -163,9 +165,9 @@ class RecordCodec:
         values: list[object] = batch.column(index).to_pylist(maps_as_pydicts="strict")
         if _is_plain(field.type):
             return values
-        return msgspec.convert(
-            values, type=self._annotations[field.name], builtin_types=_BUILTIN, strict=True
-        )
+        annotation = self._annotations[field.name]
+        converted: list[object] = msgspec.convert(values, annotation, builtin_types=_BUILTIN)
+        return converted
 
 
 @functools.cache
@@ -198,9 +200,7 @@ def conform(batch: pa.RecordBatch, schema: Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=target)
 
 
-def _conform_column(
-    batch: pa.RecordBatch, field: Field, arrow: pa.Field, record: str
-) -> pa.Array:
+def _conform_column(batch: pa.RecordBatch, field: Field, arrow: pa.Field, record: str) -> pa.Array:
     index = batch.schema.get_field_index(field.name)
     if index < 0:
         if not arrow.nullable:
@@ -289,10 +289,10 @@ def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type,
         case Scalar(kind="datetime") | Digits():
             yield value, type_, path
         case ListOf(item=item) | SetOf(item=item) if _needs_walk(item):
-            for index, element in enumerate(value):  # type: ignore[call-overload]
+            for index, element in enumerate(cast(Iterable[object], value)):
                 yield from _walk(element, item, f"{path}[{index}]")
         case DictOf(key=key, value=inner) if _needs_walk(type_):
-            for name, element in value.items():  # type: ignore[attr-defined]
+            for name, element in cast(Mapping[object, object], value).items():
                 yield from _walk(name, key, f"{path}.keys")
                 yield from _walk(element, inner, f"{path}[{name!r}]")
         case Schema(fields=fields) if _needs_walk(type_):

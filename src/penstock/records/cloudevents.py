@@ -104,7 +104,7 @@ def from_binary(attributes: Mapping[str, str], body: bytes | None) -> Event[Data
 
 
 def is_json(content_type: str) -> bool:
-    media = content_type.split(";")[0].strip().lower()
+    media = content_type.split(";", maxsplit=1)[0].strip().lower()
     return media.endswith(("/json", "+json"))
 
 

@@ -22,9 +22,7 @@ from penstock.errors import RecordError
 from penstock.records.arrow import UTC_MICROSECONDS
 
 Key = str | int | bytes
-JsonValue = (
-    None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
-)
+JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
 T_co = TypeVar("T_co", covariant=True)
 
 STAMP = b"penstock.stamp"
@@ -125,9 +123,7 @@ def new_id_prefix() -> str:
 def microseconds(time: dt.datetime) -> int:
     """Microseconds since 1970, exact."""
     if time.tzinfo is None:
-        raise RecordError(
-            f"the time {time.isoformat()} has no time zone; use datetime.now(UTC)"
-        )
+        raise RecordError(f"the time {time.isoformat()} has no time zone; use datetime.now(UTC)")
     return (time - _EPOCH) // _MICROSECOND
 
 

@@ -160,9 +160,7 @@ def _read_class(record: type[msgspec.Struct], outer: tuple[type, ...]) -> Schema
     fields = []
     for info in msgspec.structs.fields(record):
         where = f"{record.__name__}.{info.name}"
-        fields.append(
-            Field(info.encode_name, _read(hints[info.name], where, (*outer, record)))
-        )
+        fields.append(Field(info.encode_name, _read(hints[info.name], where, (*outer, record))))
         check_field_name(info.encode_name, record.__name__)
     if not fields:
         raise RecordError(f"{record.__name__} has no fields: declare at least one")
@@ -255,7 +253,7 @@ def record_type(schema: Schema) -> type[Record]:
         else (field.name, _python(field.type))
         for field in schema.fields
     ]
-    made = msgspec.defstruct(schema.name, fields, bases=(Record,), kw_only=True)  # type: ignore[arg-type]
+    made = msgspec.defstruct(schema.name, fields, bases=(Record,), kw_only=True)
     return typing.cast(type[Record], made)
 
 
@@ -294,7 +292,9 @@ def parse_type(text: str, records: typing.Mapping[str, Schema]) -> Type:
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
-        raise RecordError(f"{text!r} is not a type; write it as in Python: list[str] | None") from None
+        raise RecordError(
+            f"{text!r} is not a type; write it as in Python: list[str] | None"
+        ) from None
     return _parse(tree, text, records)
 
 
@@ -316,9 +316,7 @@ def _parse(node: ast.expr, text: str, records: typing.Mapping[str, Schema]) -> T
         case ast.Subscript(value=ast.Name(id="set"), slice=item):
             return SetOf(_element(_parse(item, text, records), text))
         case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[key, value])):
-            return DictOf(
-                _element(_parse(key, text, records), text), _parse(value, text, records)
-            )
+            return DictOf(_element(_parse(key, text, records), text), _parse(value, text, records))
         case ast.Subscript(value=ast.Name(id="Literal"), slice=item):
             items = item.elts if isinstance(item, ast.Tuple) else [item]
             return _choice([e.value if isinstance(e, ast.Constant) else None for e in items], text)

@@ -12,7 +12,7 @@ import apsw
 from penstock.errors import DamagedError, ObjectExistsError
 from penstock.log.api import Damage, Progress
 from penstock.log.objects import Stream
-from penstock.log.sqlite.connection import ReaderPool, sql, translated
+from penstock.log.sqlite.connection import ReaderPool, many, one, translated
 from penstock.log.sqlite.reading import Row, decode
 
 BACKUP_PAGES = 1024
@@ -31,9 +31,9 @@ class Verifier:
     def run(self, streams: list[Stream]) -> Iterator[Damage]:
         yield from self._file()
         with self._pool.lend() as connection:
-            counted = connection.execute(sql("batch_count")).fetchone()
-            self._total = int(counted[0]) if counted else 0  # type: ignore[arg-type]
-            partitions = connection.execute(sql("all_partitions")).fetchall()
+            counted = one(connection, "batch_count")
+            self._total = int(counted[0]) if counted else 0
+            partitions = many(connection, "all_partitions")
         by_id = {stream.id: stream for stream in streams}
         for stream_id, partition, first, next_ in partitions:
             if stream_id in by_id:
@@ -49,7 +49,7 @@ class Verifier:
                         yield Damage(f"the SQLite file is damaged: {message}")
         except DamagedError:
             raise
-        except Exception as error:  # noqa: BLE001  whatever SQLite raises is the finding
+        except Exception as error:
             yield Damage(f"the SQLite file is damaged: {error}")
 
     def _partition(
@@ -71,9 +71,9 @@ class Verifier:
     def _rows(self, stream: Stream, partition: int, offset: int) -> Iterator[Row]:
         while True:
             with self._pool.lend() as connection:
-                found = connection.execute(
-                    sql("batches_from"), (stream.id, partition, offset, ROWS_AT_A_TIME)
-                ).fetchall()
+                found = many(
+                    connection, "batches_from", stream.id, partition, offset, ROWS_AT_A_TIME
+                )
             rows = [Row(*row) for row in found]
             yield from rows
             if not rows:
@@ -83,34 +83,28 @@ class Verifier:
     def _batch(self, stream: Stream, partition: int, row: Row) -> Iterator[Damage]:
         try:
             with self._pool.lend() as connection:
-                data = connection.execute(sql("blob"), (row.blob_id,)).fetchone()
-                same = connection.execute(
-                    sql("batch_before"), (stream.id, partition, row.first_offset)
-                ).fetchone()
+                data = one(connection, "blob", row.blob_id)
+                same = one(connection, "batch_before", stream.id, partition, row.first_offset)
             if data is not None:
                 decode(stream, partition, row, *data)
             elif same == row:
                 yield _damage(stream, partition, row, "its data is missing")
         except DamagedError as error:
             yield _damage(stream, partition, row, str(error))
-        except Exception as error:  # noqa: BLE001  whatever SQLite raises is the finding
+        except Exception as error:
             yield _damage(stream, partition, row, str(error))
 
 
 def _damage(stream: Stream, partition: int, row: Row, message: str) -> Damage:
-    return Damage(
-        message, str(stream.name), partition, row.first_offset, row.next_offset - 1
-    )
+    return Damage(message, str(stream.name), partition, row.first_offset, row.next_offset - 1)
 
 
 def _gap(stream: Stream, partition: int, first: int, last: int) -> Damage:
-    message = (
-        f"stream {stream.name}, partition {partition}: offsets {first} to {last} are missing"
-    )
+    message = f"stream {stream.name}, partition {partition}: offsets {first} to {last} are missing"
     return Damage(message, str(stream.name), partition, first, last)
 
 
-def back_up(pool: ReaderPool, source: Path, target: Path, progress: Progress | None) -> None:
+def back_up(pool: ReaderPool, target: Path, progress: Progress | None) -> None:
     """Copy the log as of now into a new file.
 
     The source's read transaction stays open during the copy, so what others write meanwhile
@@ -124,7 +118,7 @@ def back_up(pool: ReaderPool, source: Path, target: Path, progress: Progress | N
     try:
         with pool.lend() as reader, translated(target):
             reader.execute("BEGIN")
-            reader.execute(sql("state")).fetchone()
+            one(reader, "state")
             with contextlib.closing(apsw.Connection(str(partial))) as copy:
                 copy.execute("PRAGMA synchronous = OFF").fetchall()
                 _copy_pages(copy, reader, progress)

@@ -23,7 +23,7 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.failpoints import failpoint
-from penstock.log.sqlite.connection import connect, now_us, sql, translate, translated
+from penstock.log.sqlite.connection import Row, connect, many, now_us, one, translate, translated
 
 T = TypeVar("T")
 GROUP_MAX = 256
@@ -35,22 +35,37 @@ class Write:
     def __init__(self, connection: apsw.Connection) -> None:
         self.connection = connection
         self.dirty = False
-        self.commit_number, self.epoch, last_us = self._row(sql("state"))
+        self.commit_number: int
+        self.epoch: int
+        self.commit_number, self.epoch, last_us = self.must("state")
         self.time_us: int = max(now_us(), last_us)
         self._partitions: dict[tuple[int, int], list[int]] = {}
 
-    def _row(self, statement: str, *values: object) -> tuple[int, ...]:
-        row = self.connection.execute(statement, values).fetchone()  # type: ignore[arg-type]
-        return row  # type: ignore[return-value]
-
-    def run(self, name: str, *values: object) -> apsw.Cursor:
+    def run(self, name: str, *values: object) -> None:
         """Run a statement that changes something."""
         self.dirty = True
-        return self.connection.execute(sql(name), values)  # type: ignore[arg-type]
+        many(self.connection, name, *values)
 
-    def look(self, name: str, *values: object) -> apsw.Cursor:
-        """Run a statement that only reads."""
-        return self.connection.execute(sql(name), values)  # type: ignore[arg-type]
+    def insert(self, name: str, *values: object) -> int:
+        """Run a statement that adds a row and returns its id."""
+        self.dirty = True
+        row = one(self.connection, name, *values)
+        assert row is not None  # noqa: S101  RETURNING returns
+        return int(row[0])
+
+    def must(self, name: str, *values: object) -> Row:
+        """The one row that is always there."""
+        row = one(self.connection, name, *values)
+        assert row is not None  # noqa: S101  the caller knows it to be there
+        return row
+
+    def look(self, name: str, *values: object) -> Row | None:
+        """The first row of a statement that only reads."""
+        return one(self.connection, name, *values)
+
+    def look_all(self, name: str, *values: object) -> list[Row]:
+        """All rows of a statement that only reads."""
+        return many(self.connection, name, *values)
 
     def next_commit(self) -> int:
         self.dirty = True
@@ -62,9 +77,9 @@ class Write:
         self.dirty = True
         place = (stream_id, partition)
         if place not in self._partitions:
-            self._partitions[place] = list(self._row(sql("partition"), *place))
+            self._partitions[place] = list(self.must("partition", *place))
         counters = self._partitions[place]
-        first = counters[0]
+        first: int = counters[0]
         counters[0] += rows
         counters[1] += size
         counters[2] += 1

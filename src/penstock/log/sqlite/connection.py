@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import apsw
 
@@ -42,6 +43,25 @@ def _statements() -> dict[str, str]:
         name, _, body = block.partition("\n")
         found[name.strip()] = body.strip()
     return found
+
+
+#: a row of a result. The tables are STRICT, so its types are known where it is used.
+Row = tuple[Any, ...]
+
+
+def many(connection: apsw.Connection, name: str, *values: object) -> list[Row]:
+    """All rows of the statement of that name."""
+    return connection.execute(sql(name), _bindings(values)).fetchall()
+
+
+def one(connection: apsw.Connection, name: str, *values: object) -> Row | None:
+    """The first row of the statement of that name."""
+    return connection.execute(sql(name), _bindings(values)).fetchone()
+
+
+def _bindings(values: tuple[object, ...]) -> Any:
+    """Values by position, or one mapping by name."""
+    return values[0] if len(values) == 1 and isinstance(values[0], dict) else values
 
 
 def statement_names() -> list[str]:
@@ -81,9 +101,7 @@ def translate(error: apsw.Error, path: Path) -> errors.LogError:
                 f"the disk that holds {path} is full; free some space and try again"
             )
         case apsw.BusyError() | apsw.LockedError():
-            return errors.LogBusyError(
-                f"{path} was held by another writer for too long; try again"
-            )
+            return errors.LogBusyError(f"{path} was held by another writer for too long; try again")
         case apsw.ReadOnlyError() | apsw.CantOpenError() | apsw.PermissionsError():
             return errors.LogReadOnlyError(
                 f"{path} cannot be opened for writing: {error}; a log needs write access to its "
@@ -158,7 +176,7 @@ def _check_header(path: Path) -> None:
 
 
 def _format(connection: apsw.Connection) -> int:
-    return int(connection.pragma("user_version"))  # type: ignore[call-overload, unused-ignore]
+    return int(connection.pragma("user_version"))
 
 
 def _check_application(connection: apsw.Connection, path: Path) -> None:
@@ -179,7 +197,7 @@ def _migrate(connection: apsw.Connection, path: Path) -> None:
     if found > FORMAT:
         _check_application(connection, path)
         raise errors.LogFormatError(
-            f"{path} has format {found}, and this version of Penstock knows formats up to {FORMAT}: "
+            f"{path} has format {found}, and this version of Penstock knows only up to {FORMAT}: "
             "upgrade Penstock to open it"
         )
     connection.execute("PRAGMA journal_mode = WAL").fetchall()

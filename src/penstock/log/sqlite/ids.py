@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import sql
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -47,7 +46,7 @@ def take_new(write: Write, stream_id: int, ids: Sequence[str]) -> list[int]:
 
 
 def _holds(write: Write, stream_id: int, text: str) -> bool:
-    return write.look("has_id", stream_id, text).fetchone() is not None
+    return write.look("has_id", stream_id, text) is not None
 
 
 def _held_numbers(write: Write, stream_id: int, numbers: list[int]) -> set[int]:
@@ -71,8 +70,7 @@ def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 def _touching(write: Write, stream_id: int, low: int, high: int) -> list[tuple[int, int]]:
     values = {"stream": stream_id, "low": low, "high": high}
-    rows = write.connection.execute(sql("ranges_touching"), values).fetchall()
-    return [(int(first), int(last)) for first, last in rows]  # type: ignore[arg-type]
+    return [(first, last) for first, last in write.look_all("ranges_touching", values)]
 
 
 def _add_range(write: Write, stream_id: int, first: int, last: int) -> None:

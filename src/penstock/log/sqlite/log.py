@@ -122,7 +122,7 @@ class SqliteLog:
         return self
 
     def _populate(self, write: Write) -> None:
-        if not write.look("namespaces").fetchall():
+        if not write.look("namespaces"):
             create_system_objects(write, self._changer(write), system_streams())
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class SqliteLog:
 
     def namespaces(self) -> list[str]:
         with self._pool.lend() as connection:
-            return [row[0] for row in connection.execute(sqlite.sql("namespaces"))]
+            return [row[0] for row in sqlite.many(connection, "namespaces")]
 
     def streams(self) -> list[Stream]:
         with self._pool.lend() as connection:
@@ -201,14 +201,13 @@ class SqliteLog:
 
         def work(write: Write) -> Holder:
             write.epoch += 1
-            write.dirty = True
             values = {
                 "name": producer,
                 "epoch": write.epoch,
                 "ephemeral": int(ephemeral),
                 "now": write.time_us,
             }
-            write.connection.execute(sqlite.sql("hold_producer"), values)
+            write.run("hold_producer", values)
             failpoint("hold.epoch")
             return Holder(producer, write.epoch)
 
@@ -216,7 +215,7 @@ class SqliteLog:
 
     def last_commit(self, producer: str) -> Committed | None:
         with self._pool.lend() as connection:
-            row = connection.execute(sqlite.sql("producer"), (producer,)).fetchone()
+            row = sqlite.one(connection, "producer", producer)
         if row is None or row[2] is None:
             return None
         return msgspec.msgpack.decode(row[2], type=Committed)
@@ -281,7 +280,7 @@ class SqliteLog:
     def _repeated(self, holder: Holder, sequence: int) -> Committed | None:
         """The outcome, if this very commit has happened; spares preparing it again."""
         with self._pool.lend() as connection:
-            row = connection.execute(sqlite.sql("producer"), (holder.producer,)).fetchone()
+            row = sqlite.one(connection, "producer", holder.producer)
         if row is None or row[:2] != (holder.epoch, sequence):
             return None
         return msgspec.structs.replace(
@@ -328,13 +327,13 @@ class SqliteLog:
 
     def progress(self, key: str) -> bytes | None:
         with self._pool.lend() as connection:
-            row = connection.execute(sqlite.sql("progress"), (key,)).fetchone()
-        return None if row is None else bytes(row[0])  # type: ignore[arg-type]
+            row = sqlite.one(connection, "progress", key)
+        return None if row is None else bytes(row[0])
 
     def progress_items(self, prefix: str) -> dict[str, bytes]:
         with self._pool.lend() as connection:
-            rows = connection.execute(sqlite.sql("progress_items"), {"prefix": prefix})
-            return {str(key): bytes(value) for key, value in rows}  # type: ignore[arg-type]
+            rows = sqlite.many(connection, "progress_items", {"prefix": prefix})
+            return dict(rows)
 
     # Reading
 
@@ -387,7 +386,7 @@ class SqliteLog:
 
         def claim(write: Write) -> int:
             before = write.connection.total_changes()
-            write.connection.execute(sqlite.sql("claim_maintenance"), values)
+            write.run("claim_maintenance", values)
             write.dirty = write.connection.total_changes() > before
             return int(write.dirty)
 
@@ -398,11 +397,11 @@ class SqliteLog:
         return Verifier(self._pool, progress).run(self.streams())
 
     def backup(self, target: Path, progress: Progress | None = None) -> None:
-        back_up(self._pool, self._path, target, progress)
+        back_up(self._pool, target, progress)
 
     def facts(self) -> dict[str, JsonValue]:
         with self._pool.lend() as connection:
-            batches = connection.execute(sqlite.sql("batch_count")).fetchone()
+            batches = sqlite.one(connection, "batch_count")
         wal = self._path.with_name(self._path.name + "-wal")
         return {
             "engine": "embedded",
@@ -412,7 +411,7 @@ class SqliteLog:
             "bytes": self._path.stat().st_size,
             "wal_bytes": wal.stat().st_size if wal.exists() else 0,
             "streams": len(self.streams()),
-            "batches": int(batches[0]) if batches else 0,  # type: ignore[arg-type]
+            "batches": int(batches[0]) if batches else 0,
         }
 
     # Inside

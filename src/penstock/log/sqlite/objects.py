@@ -29,7 +29,7 @@ from penstock.log.objects import (
     check_writable_by_user,
 )
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import sql
+from penstock.log.sqlite.connection import many, one
 from penstock.records import schema as schemas
 from penstock.records.event import from_microseconds
 
@@ -43,7 +43,7 @@ class Directory:
         self._known: dict[int, Stream] = {}
 
     def find(self, connection: apsw.Connection, name: StreamName) -> Stream | None:
-        row = connection.execute(sql("stream_version"), name).fetchone()
+        row = one(connection, "stream_version", *name)
         if row is None:
             return None
         id_, version = row
@@ -64,14 +64,15 @@ class Directory:
         return found
 
     def all(self, connection: apsw.Connection) -> list[Stream]:
-        names = connection.execute(sql("stream_names")).fetchall()
+        names = many(connection, "stream_names")
         return [self.get(connection, StreamName(*name)) for name in names]
 
 
 def load_stream(connection: apsw.Connection, stream_id: int) -> Stream:
-    row = connection.execute(sql("stream"), (stream_id,)).fetchone()
+    row = one(connection, "stream", stream_id)
+    assert row is not None  # noqa: S101  the caller has just seen it
     id_, namespace, name, spec, grown, created_us, version = row
-    texts = connection.execute(sql("records_of_stream"), (stream_id,)).fetchall()
+    texts = many(connection, "records_of_stream", stream_id)
     return Stream(
         id=id_,
         name=StreamName(namespace, name),
@@ -139,15 +140,15 @@ class Changer:
 
     def _create_namespace(self, name: str) -> None:
         check_namespace_name(name)
-        if self._write.look("has_namespace", name).fetchone():
+        if self._write.look("has_namespace", name):
             raise ObjectExistsError(f"the namespace {name} exists already")
         self._write.run("insert_namespace", name, self._write.time_us)
 
     def _drop_namespace(self, name: str) -> None:
         check_not_kept(name)
-        if not self._write.look("has_namespace", name).fetchone():
+        if not self._write.look("has_namespace", name):
             raise UnknownObjectError(f"there is no namespace {name}")
-        streams = [row[0] for row in self._write.look("streams_in_namespace", name)]
+        streams = [row[0] for row in self._write.look_all("streams_in_namespace", name)]
         if streams:
             raise UsageError(
                 f"the namespace {name} still holds {', '.join(map(str, streams))}: "
@@ -160,12 +161,12 @@ class Changer:
             name = parse_stream(spec.name)
         else:
             name = check_spec(spec, self._partitions_max)
-        if not self._write.look("has_namespace", name.namespace).fetchone():
+        if not self._write.look("has_namespace", name.namespace):
             raise UnknownObjectError(
                 f"there is no namespace {name.namespace}: create it first"
                 f" (`penstock apply` with [namespaces.{name.namespace}])"
             )
-        if self._write.look("stream_version", *name).fetchone():
+        if self._write.look("stream_version", *name):
             raise ObjectExistsError(f"the stream {name} exists already")
         partitions = spec.partitions or (1 if spec.ids == "producer" else self._defaults.partitions)
         check_partitions(name, partitions, self._partitions_max)
@@ -175,10 +176,9 @@ class Changer:
             partitions=partitions,
             replication=spec.replication or self._defaults.replication,
         )
-        row = self._write.run(
+        stream_id = self._write.insert(
             "insert_stream", *name, _json(spec), _json([partitions]), self._write.time_us
-        ).fetchone()
-        stream_id = int(row[0])  # type: ignore[index, arg-type]
+        )
         if spec.record is not None:
             self._write.run("insert_record", stream_id, 1, _json(spec.record))
         for partition in range(partitions):
@@ -220,7 +220,7 @@ class Changer:
         return (*stream.grown, wanted)
 
     def _drop_stream(self, stream: Stream) -> None:
-        for (blob_id,) in self._write.look("blobs_of_stream", stream.id).fetchall():
+        for (blob_id,) in self._write.look_all("blobs_of_stream", stream.id):
             self._write.run("delete_blob", blob_id)
         self._write.run("delete_stream", stream.id)
 

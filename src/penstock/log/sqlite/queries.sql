@@ -242,8 +242,8 @@ SELECT stream_id, partition, merged_to FROM partitions WHERE unmerged >= ?;
 -- name: merge_looked
 UPDATE partitions SET unmerged = 0, merged_to = ? WHERE stream_id = ? AND partition = ?;
 
--- name: partitions_of
-SELECT partition, bytes FROM partitions WHERE stream_id = ?;
+-- name: partition_bytes
+SELECT bytes FROM partitions WHERE stream_id = ? AND partition = ?;
 
 -- name: retention_moved
 UPDATE partitions SET first_offset = ?, bytes = bytes - ?, merged_to = max(merged_to, ?)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import apsw
 import msgspec
@@ -15,7 +15,7 @@ from penstock.errors import DamagedError, OffsetGoneError, UsageError
 from penstock.log.api import Offsets
 from penstock.log.batch import Batch, Run, checksum, decode_blob
 from penstock.log.objects import Stream
-from penstock.log.sqlite.connection import ReaderPool, sql
+from penstock.log.sqlite.connection import ReaderPool, many, one
 from penstock.log.sqlite.writing import seal
 
 WAIT_FIRST_S = 0.001
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     first_offset: int
     rows: int
     blob_id: int
-    bytes: int
+    size: int
     commit_number: int
     time_us: int
     runs: bytes | None
@@ -50,14 +50,12 @@ class Reader:
 
     def offsets(self, stream: Stream) -> dict[int, Offsets]:
         with self._pool.lend() as connection:
-            rows = connection.execute(sql("offsets"), (stream.id,)).fetchall()
+            rows = many(connection, "offsets", stream.id)
         return {partition: Offsets(first, next_) for partition, first, next_ in rows}
 
     def bounds(self, stream: Stream, partition: int) -> Offsets:
         with self._pool.lend() as connection:
-            row = connection.execute(
-                sql("offsets_of_partition"), (stream.id, partition)
-            ).fetchone()
+            row = one(connection, "offsets_of_partition", stream.id, partition)
         if row is None:
             raise UsageError(
                 f"stream {stream.name} has no partition {partition}: "
@@ -69,7 +67,7 @@ class Reader:
         bounds = self.bounds(stream, partition)
         with self._pool.lend() as connection:
             place = (stream.id, partition)
-            row = connection.execute(sql("batch_at_time"), (*place, time_us)).fetchone()
+            row = one(connection, "batch_at_time", *place, time_us)
         if row is None:
             return bounds.next
         first, _, runs = row
@@ -115,21 +113,19 @@ class Reader:
         self, connection: apsw.Connection, stream: Stream, partition: int, offset: int
     ) -> Row | None:
         place = (stream.id, partition)
-        found = connection.execute(sql("batch_before"), (*place, offset)).fetchone()
+        found = one(connection, "batch_before", *place, offset)
         if found is not None:
-            row = Row(*found)  # type: ignore[arg-type]
+            row = Row(*found)
             if row.next_offset > offset:
                 return row
         self._check_still_there(connection, stream, partition, offset)
-        found = connection.execute(sql("batches_from"), (*place, offset, 1)).fetchone()
-        return Row(*found) if found is not None else None  # type: ignore[arg-type]
+        found = one(connection, "batches_from", *place, offset, 1)
+        return Row(*found) if found is not None else None
 
     def _check_still_there(
         self, connection: apsw.Connection, stream: Stream, partition: int, offset: int
     ) -> None:
-        row = connection.execute(
-            sql("offsets_of_partition"), (stream.id, partition)
-        ).fetchone()
+        row = one(connection, "offsets_of_partition", stream.id, partition)
         if row is not None and offset < row[0]:
             raise OffsetGoneError(
                 f"stream {stream.name}, partition {partition}: offset {offset} was removed by "
@@ -140,9 +136,9 @@ class Reader:
 
 def _fetch(
     connection: apsw.Connection, stream: Stream, partition: int, row: Row
-) -> tuple[int, bytes] | None:
+) -> tuple[Any, ...] | None:
     try:
-        return connection.execute(sql("blob"), (row.blob_id,)).fetchone()  # type: ignore[return-value]
+        return one(connection, "blob", row.blob_id)
     except apsw.CorruptError as error:
         raise damaged(stream, partition, row, str(error)) from error
 
@@ -221,11 +217,8 @@ class Waiter:
     def _has_news(
         connection: apsw.Connection, stream: Stream, positions: Mapping[int, int]
     ) -> bool:
-        rows = connection.execute(sql("offsets"), (stream.id,)).fetchall()
-        return any(
-            next_ > positions.get(partition, 0)
-            for partition, _, next_ in rows
-        )
+        rows = many(connection, "offsets", stream.id)
+        return any(next_ > positions.get(partition, 0) for partition, _, next_ in rows)
 
     def close(self) -> None:
         self._closed = True

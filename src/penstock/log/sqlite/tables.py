@@ -10,7 +10,7 @@ from penstock.errors import LimitError, PinExpiredError
 from penstock.log.api import Entry, Pin
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import ReaderPool, now_us, sql
+from penstock.log.sqlite.connection import ReaderPool, many, now_us, one
 from penstock.log.table import check_table
 from penstock.records.event import from_microseconds
 
@@ -56,24 +56,24 @@ class Tables:
 
 
 def pinned_commit(connection: apsw.Connection, pin: Pin) -> int:
-    row = connection.execute(sql("pin"), (int(pin.token), now_us())).fetchone()
+    row = one(connection, "pin", int(pin.token), now_us())
     if row is None:
         raise PinExpiredError(
             f"the pin {pin.token} expired at {pin.expires.isoformat()} or was given back: pin again"
         )
-    return int(row[0])  # type: ignore[arg-type]
+    return int(row[0])
 
 
 def _entry(
     connection: apsw.Connection, stream_id: int, key: bytes, commit: int | None
 ) -> Entry | None:
-    row = connection.execute(sql("entry"), (stream_id, key)).fetchone()
+    row = one(connection, "entry", stream_id, key)
     if row is not None and (commit is None or row[3] <= commit):
         return Entry(key, *row[:3])
     if commit is None:
         return None
     values = {"stream": stream_id, "key": key, "commit": commit}
-    old = connection.execute(sql("old_entry"), values).fetchone()
+    old = one(connection, "old_entry", values)
     return None if old is None else Entry(key, *old)
 
 
@@ -82,14 +82,14 @@ def _page(
 ) -> list[Entry]:
     start = after if after is not None else b""
     if commit is None:
-        rows = connection.execute(sql("entries_after"), (stream_id, start, limit))
+        rows = many(connection, "entries_after", stream_id, start, limit)
     else:
         values = {"stream": stream_id, "after": start, "commit": commit, "limit": limit}
-        rows = connection.execute(sql("entries_after_at"), values)
+        rows = many(connection, "entries_after_at", values)
     return [Entry(*row) for row in rows]
 
 
 def write_pin(write: Write, duration_s: float) -> Pin:
     expires_us = now_us() + int(duration_s * 1e6)
-    row = write.run("insert_pin", write.commit_number, expires_us).fetchone()
-    return Pin(str(row[0]), from_microseconds(expires_us))  # type: ignore[index]
+    token = write.insert("insert_pin", write.commit_number, expires_us)
+    return Pin(str(token), from_microseconds(expires_us))

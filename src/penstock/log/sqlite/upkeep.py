@@ -15,11 +15,11 @@ import pyarrow as pa
 
 from penstock.errors import DamagedError, PenstockError
 from penstock.failpoints import failpoint
-from penstock.log.api import Limits, Upkeep
+from penstock.log.api import Upkeep
 from penstock.log.batch import Run, checksum, encode_blob
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import ReaderPool, now_us, sql
+from penstock.log.sqlite.connection import ReaderPool, many, now_us, one
 from penstock.log.sqlite.objects import load_stream
 from penstock.log.sqlite.reading import Row, decode, runs_of
 from penstock.log.sqlite.writing import insert_batch
@@ -84,20 +84,16 @@ class Housekeeper:
 
     def _to_merge(self) -> list[tuple[int, int, int]]:
         with self._pool.lend() as connection:
-            return connection.execute(sql("partitions_to_merge"), (TIER,)).fetchall()
+            return many(connection, "partitions_to_merge", TIER)
 
     def _merge(self, stream_id: int, partition: int, merged_to: int) -> int:
         with self._pool.lend() as connection:
             stream = load_stream(connection, stream_id)
-            found = connection.execute(
-                sql("batches_from"), (stream_id, partition, merged_to, WINDOW)
-            ).fetchall()
+            found = many(connection, "batches_from", stream_id, partition, merged_to, WINDOW)
         rows = [Row(*row) for row in found]
         while rows and _is_large(rows[0]):
             merged_to = rows.pop(0).next_offset
-        self._submit(
-            lambda write: _changed(write, "merge_looked", merged_to, stream_id, partition)
-        )
+        self._submit(lambda write: _changed(write, "merge_looked", merged_to, stream_id, partition))
         return sum(self._merge_run(stream, partition, run) for run in runs_to_merge(rows))
 
     def _merge_run(self, stream: Stream, partition: int, rows: Sequence[Row]) -> int:
@@ -108,9 +104,7 @@ class Housekeeper:
         if built is None:
             return 0
         failpoint("merge.built")
-        return self._submit(
-            lambda write: _replace(write, stream.id, partition, rows, *built)
-        )
+        return self._submit(lambda write: _replace(write, stream.id, partition, rows, *built))
 
     def _build(
         self, stream: Stream, partition: int, rows: Sequence[Row]
@@ -118,7 +112,7 @@ class Housekeeper:
         stored, runs = [], []
         for row in rows:
             with self._pool.lend() as connection:
-                data = connection.execute(sql("blob"), (row.blob_id,)).fetchone()
+                data = one(connection, "blob", row.blob_id)
             if data is None:
                 return None  # somebody else was here
             batch = decode(stream, partition, row, *data)
@@ -161,7 +155,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def _is_large(row: Row) -> bool:
-    return row.rows >= MERGE_ROWS_MAX or row.bytes >= MERGE_BYTES_MAX
+    return row.rows >= MERGE_ROWS_MAX or row.size >= MERGE_BYTES_MAX
 
 
 def runs_to_merge(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
@@ -197,7 +191,7 @@ def _fits(run: Sequence[Row], row: Row) -> bool:
         len(run) < MERGE_BATCHES_MAX
         and run[-1].next_offset == row.first_offset
         and sum(r.rows for r in run) + row.rows <= MERGE_ROWS_MAX
-        and sum(r.bytes for r in run) + row.bytes <= 4 * MERGE_BYTES_MAX
+        and sum(r.size for r in run) + row.size <= 4 * MERGE_BYTES_MAX
     )
 
 
@@ -206,40 +200,39 @@ def _replace(
 ) -> int:
     """Put the merged batch in the place of its parts, unless one of these has changed."""
     for row in rows:
-        found = write.look("batch_before", stream_id, partition, row.first_offset).fetchone()
+        found = write.look("batch_before", stream_id, partition, row.first_offset)
         if found != row:
             return 0
     for row in rows:
         write.run("delete_batch", stream_id, partition, row.first_offset, row.blob_id)
         write.run("delete_blob", row.blob_id)
     check = checksum(blob)
-    blob_id = write.run("insert_blob", check, blob).fetchone()[0]  # type: ignore[index]
+    blob_id = write.insert("insert_blob", check, blob)
     first, last = rows[0], rows[-1]
     insert_batch(
         write, (stream_id, partition, first.first_offset), sum(row.rows for row in rows),
-        int(blob_id), len(blob), check, first.commit_number, last.time_us, runs,  # type: ignore[arg-type]
+        blob_id, len(blob), check, first.commit_number, last.time_us, runs,
     )  # fmt: skip
-    change = len(blob) - sum(row.bytes for row in rows)
+    change = len(blob) - sum(row.size for row in rows)
     write.run("bytes_changed", change, stream_id, partition)
     failpoint("merge.replaced")
     return len(rows)
 
 
 def _expire_step(write: Write, stream: Stream, partition: int, before_us: int | None) -> int:
-    oldest = write.look("oldest_batches", stream.id, partition, STEP).fetchall()
-    sizes = dict(write.look("partitions_of", stream.id).fetchall())
-    size = int(sizes.get(partition, 0))  # type: ignore[call-overload]
+    oldest = write.look_all("oldest_batches", stream.id, partition, STEP)
+    (size,) = write.must("partition_bytes", stream.id, partition)
     limit = stream.spec.retention_bytes
     freed, first = 0, 0
     gone = 0
-    for first_offset, rows, blob_id, bytes_, time_us in oldest:
+    for first_offset, rows, blob_id, size_, time_us in oldest:
         too_old = before_us is not None and time_us < before_us
-        too_much = limit is not None and size - freed - bytes_ >= limit
+        too_much = limit is not None and size - freed - size_ >= limit
         if not (too_old or too_much):
             break
         write.run("delete_batch", stream.id, partition, first_offset, blob_id)
         write.run("delete_blob", blob_id)
-        freed += bytes_
+        freed += size_
         first = first_offset + rows
         gone += 1
     if gone:
@@ -249,7 +242,7 @@ def _expire_step(write: Write, stream: Stream, partition: int, before_us: int | 
 
 
 def _sweep(write: Write) -> int:
-    orphans = write.look("orphaned_pieces", STEP).fetchall()
+    orphans = write.look_all("orphaned_pieces", STEP)
     for (blob_id,) in orphans:
         write.run("delete_piece", blob_id)
         write.run("delete_blob", blob_id)
@@ -261,7 +254,7 @@ def _sweep(write: Write) -> int:
 def _forget(write: Write) -> int:
     now = write.time_us
     write.run("expire_pins", now)
-    oldest = write.look("oldest_pin", now).fetchone()
+    oldest = write.look("oldest_pin", now)
     horizon = oldest[0] if oldest and oldest[0] is not None else write.commit_number
     write.run("forget_old_entries", horizon)
     return _changed(write, "forget_producers", now - PRODUCER_KEPT_US)
@@ -287,17 +280,16 @@ class Caretaker:
         self._work = work
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._started = False
+        self._thread = threading.Thread(target=self._loop, name="penstock-upkeep", daemon=True)
 
     def start(self) -> None:
         """Start, the first time it is called."""
-        if self._thread is not None or self._interval_s <= 0:
+        if self._interval_s <= 0:
             return
         with self._lock:
-            if self._thread is None and not self._stop.is_set():
-                self._thread = threading.Thread(
-                    target=self._loop, name="penstock-upkeep", daemon=True
-                )
+            if not self._started and not self._stop.is_set():
+                self._started = True
                 self._thread.start()
 
     def _loop(self) -> None:
@@ -310,6 +302,6 @@ class Caretaker:
     def close(self) -> None:
         self._stop.set()
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(30)
+            started = self._started
+        if started:
+            self._thread.join(30)

@@ -36,7 +36,7 @@ from penstock.log.batch import checksum, decode_blob, encode_blob
 from penstock.log.compose import chunks, split_part
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import sql
+from penstock.log.sqlite.connection import one, sql
 from penstock.log.sqlite.ids import take_new
 from penstock.log.table import Change as EntryChange
 from penstock.log.table import entry_changes
@@ -117,19 +117,20 @@ def _check_columns(stream: Stream, batch: pa.RecordBatch) -> None:
         )
 
 
-def prepare_piece(
-    connection: apsw.Connection, stream: Stream, piece: Piece
-) -> Prepared:
+def prepare_piece(connection: apsw.Connection, stream: Stream, piece: Piece) -> Prepared:
     """Look a staged piece up; its blobs are read only where the commit needs their content."""
     made = []
     partitions = stream.partitions
     by_producer = stream.spec.ids == "producer"
     for blob_id in piece.batches:
-        row = connection.execute(sql("piece"), (blob_id,)).fetchone()
+        row = one(connection, "piece", blob_id)
         if row is None:
             raise _no_piece(piece)
         _, _, _, _, partition, partitions, rows = row
-        check, data = connection.execute(sql("blob"), (blob_id,)).fetchone()
+        stored = one(connection, "blob", blob_id)
+        if stored is None:
+            raise _no_piece(piece)
+        check, data = stored
         batch = None
         if by_producer or stream.spec.table:
             batch = decode_blob(data)
@@ -170,7 +171,7 @@ def check_limits(commit: Commit, limits: Limits) -> None:
 
 def check_holder(write: Write, holder: Holder) -> tuple[int | None, bytes | None]:
     """The producer's latest sequence and outcome; `FencedError` unless the holder holds it."""
-    row = write.look("producer", holder.producer).fetchone()
+    row = write.look("producer", holder.producer)
     if row is None:
         raise FencedError(
             f"the producer {holder.producer} is not known here (it may have been forgotten after "
@@ -182,19 +183,17 @@ def check_holder(write: Write, holder: Holder) -> tuple[int | None, bytes | None
             f"the producer {holder.producer} was opened again (epoch {epoch}); this holder "
             f"(epoch {holder.epoch}) may write no more"
         )
-    return sequence, outcome  # type: ignore[return-value]
+    return sequence, outcome
 
 
 def _check_streams(write: Write, streams: Iterable[Stream]) -> None:
     for stream in {s.id: s for s in streams}.values():
-        row = write.look("stream_version", *stream.name).fetchone()
+        row = write.look("stream_version", *stream.name)
         if row != (stream.id, stream.version):
             raise StreamChangedError
 
 
-def write_stage(
-    write: Write, holder: Holder, sequence: int, prepared: Prepared
-) -> Piece:
+def write_stage(write: Write, holder: Holder, sequence: int, prepared: Prepared) -> Piece:
     """Insert the blobs and note whose they are; nothing becomes visible."""
     latest, _ = check_holder(write, holder)
     if latest is not None and sequence <= latest:
@@ -218,8 +217,7 @@ def write_stage(
 
 
 def _insert_blob(write: Write, chunk: Chunk) -> int:
-    row = write.run("insert_blob", chunk.checksum, chunk.blob).fetchone()
-    return int(row[0])  # type: ignore[index, arg-type]
+    return write.insert("insert_blob", chunk.checksum, chunk.blob)
 
 
 def write_commit(
@@ -243,7 +241,7 @@ def write_commit(
     _check_streams(write, (item.stream for item in prepared))
     _check_pieces(write, holder, sequence, prepared)
     number = write.next_commit()
-    pinned = write.look("oldest_pin", write.time_us).fetchone() != (None,)
+    pinned = write.look("oldest_pin", write.time_us) != (None,)
     placements = [place(write, item, number, pinned) for item in prepared]
     _save_progress(write, progress)
     failpoint("commit.progress")
@@ -274,7 +272,7 @@ def _check_pieces(
     named: set[int] = set()
     for item in prepared:
         for blob_id in item.piece.batches if item.piece else ():
-            row = write.look("piece", blob_id).fetchone()
+            row = write.look("piece", blob_id)
             if row is None or row[:3] != (holder.producer, holder.epoch, sequence):
                 assert item.piece is not None  # noqa: S101  only pieces have batches
                 raise _no_piece(item.piece)

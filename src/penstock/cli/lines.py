@@ -1,0 +1,128 @@
+"""JSON lines on standard input: reading what is there, and what each line says."""
+
+from __future__ import annotations
+
+import datetime as dt
+import select
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from penstock.errors import LimitError, PenstockError, RecordError
+from penstock.log.compose import EventOptions
+from penstock.log.objects import Stream
+from penstock.records.arrow import codec_of_schema
+
+READ_BYTES = 1 << 20
+CHUNK_BYTES_MAX = 4 << 20
+LINE_BYTES_MAX = 64 << 20
+SETTLE_S = 0.005
+
+
+class Line(NamedTuple):
+    """A line of input; number 0 is the command line's own argument."""
+
+    number: int
+    text: bytes
+
+
+def chunks_of_lines(source: BinaryIO) -> Iterator[list[Line]]:
+    """What is there to read, as whole lines; blank ones are passed over.
+
+    A chunk is what has arrived by now, so that lines which come slowly are not held back,
+    and ones that come together stay together.
+    """
+    number, rest = 0, b""
+    while block := _available(source):
+        rest += block
+        whole, newline, rest = rest.rpartition(b"\n")
+        if len(rest) > LINE_BYTES_MAX:
+            raise LimitError(
+                f"line {number + 1} is longer than {LINE_BYTES_MAX} bytes (line_bytes_max)"
+            )
+        lines = []
+        for text in whole.split(b"\n") if newline else ():
+            number += 1
+            if text.strip():
+                lines.append(Line(number, text))
+        if lines:
+            yield lines
+    if rest.strip():
+        yield [Line(number + 1, rest)]
+
+
+def _available(source: BinaryIO) -> bytes:
+    """At least one byte, unless the input has ended, and whatever else is ready."""
+    raw = getattr(source, "raw", source)
+    found = raw.read(READ_BYTES)
+    while found and len(found) < CHUNK_BYTES_MAX and _ready(source):
+        more = raw.read(READ_BYTES)
+        if not more:
+            break
+        found += more
+    return bytes(found or b"")
+
+
+def _ready(source: BinaryIO) -> bool:
+    try:
+        return bool(select.select([source], [], [], SETTLE_S)[0])
+    except (ValueError, OSError):
+        return False
+
+
+def parse_line(
+    stream: Stream, line: Line, options: EventOptions, *, whole: bool
+) -> tuple[object, EventOptions]:
+    """An event of a line; `PenstockError` names the line."""
+    try:
+        return parse_event(stream, line.text, options) if whole else (
+            parse_data(stream, line.text), options
+        )  # fmt: skip
+    except PenstockError as error:
+        if line.number == 0:
+            raise
+        raise type(error)(f"line {line.number}: {error}") from None
+
+
+def parse_data(stream: Stream, text: bytes) -> object:
+    """The data that a stream can take: a record, a JSON value, or the bytes themselves."""
+    if stream.spec.content == "bytes":
+        return text
+    if stream.record is not None:
+        return codec_of_schema(stream.record).from_json(text)
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordError(f"not valid JSON: {error}") from None
+
+
+class _Whole(msgspec.Struct):
+    """An event as `read --json` prints it; what the log itself gives is passed over."""
+
+    data: msgspec.Raw
+    key: str | None = None
+    time: dt.datetime | None = None
+    id: str | None = None
+    type: str | None = None
+    headers: dict[str, str] | None = None
+
+
+def parse_event(stream: Stream, text: bytes, options: EventOptions) -> tuple[object, EventOptions]:
+    try:
+        event = msgspec.json.decode(text, type=_Whole)
+    except msgspec.ValidationError as error:
+        raise RecordError(f"not an event: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordError(f"not valid JSON: {error}") from None
+    data = bytes(event.data)
+    given = EventOptions(
+        key=None if stream.spec.key else event.key or options.key,
+        id=event.id or options.id,
+        time=None if stream.spec.time else event.time,
+        type=event.type or options.type,
+        headers=event.headers or options.headers,
+    )
+    if data == b"null" and stream.spec.table:
+        return None, msgspec.structs.replace(given, key=event.key)
+    return parse_data(stream, data), given

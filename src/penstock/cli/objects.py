@@ -1,0 +1,353 @@
+"""`penstock stream …` and `penstock apply`: what streams there are, and changing them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from penstock.cli.options import (
+    JsonOption,
+    LogOption,
+    LogOptionsOption,
+    StreamArgument,
+    open_named,
+)
+from penstock.cli.output import note, say, say_json, table
+from penstock.errors import DestructiveChangeError, UsageError
+from penstock.log.api import Log
+from penstock.log.catalogue import Step, import_record, load, make_plan
+from penstock.log.names import SYSTEM, parse_stream
+from penstock.log.objects import (
+    CreateNamespace,
+    CreateStream,
+    DropNamespace,
+    DropStream,
+    GrowStream,
+    Stream,
+    StreamSpec,
+)
+from penstock.log.quantities import parse_bytes, parse_duration_ms
+from penstock.records.schema import Field, Schema, check_field_name, parse_type, schema_of
+
+streams = typer.Typer(no_args_is_help=True, help="List, create, describe, grow and drop streams.")
+
+
+namespaces = typer.Typer(no_args_is_help=True, help="List, create and drop namespaces.")
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(streams, name="stream")
+    app.add_typer(namespaces, name="namespace")
+    app.command("apply")(apply)
+
+
+@streams.command("list", epilog="Example: penstock stream list --all")
+def list_streams(
+    context: typer.Context,
+    all_: Annotated[bool, typer.Option("--all", help="The system's own streams too.")] = False,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """List the streams of the log."""
+    with open_named(context, log, log_option) as opened:
+        found = [s for s in opened.streams() if all_ or s.name.namespace != SYSTEM]
+        rows = [_summary(opened, stream) for stream in found]
+    if json:
+        for row in rows:
+            say_json(row)
+    elif rows:
+        columns = ("stream", "record", "key", "partitions", "events", "table")
+        table(columns, [[_cell(row[name]) for name in columns] for row in rows])
+    else:
+        note("There are no streams yet: penstock stream create NAME")
+
+
+def _summary(log: Log, stream: Stream) -> dict[str, object]:
+    offsets = log.offsets(str(stream.name)).values()
+    return {
+        "stream": str(stream.name),
+        "record": stream.record.name if stream.record else stream.spec.content,
+        "key": stream.spec.key,
+        "partitions": stream.partitions,
+        "events": sum(o.next - o.first for o in offsets),
+        "table": stream.spec.table,
+    }
+
+
+def _cell(value: object) -> object:
+    return {True: "yes", False: ""}.get(value, value) if isinstance(value, bool) else value
+
+
+@streams.command(
+    "create",
+    epilog="Examples: penstock stream create orders --key user --partitions 4 · "
+    "penstock stream create orders -f user=str -f amount=float -f 'note=str | None' --key user · "
+    "penstock stream create orders --record shop.models:Order --retention '30 days'",
+)
+def create_stream(  # noqa: PLR0913  one parameter per option
+    context: typer.Context,
+    stream: Annotated[str, typer.Argument(metavar="STREAM", help="NAME, or NAMESPACE.NAME.")],
+    record: Annotated[
+        str | None, typer.Option(metavar="MODULE:CLASS", help="A penstock.Record class.")
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--field", "-f", metavar="NAME=TYPE", help="A field, typed as in Python."),
+    ] = None,
+    bytes_: Annotated[bool, typer.Option("--bytes", help="Hold bytes instead of JSON.")] = False,
+    key: Annotated[str | None, typer.Option(help="The field that is the key.")] = None,
+    time: Annotated[str | None, typer.Option(help="The field that is the event's time.")] = None,
+    partitions: Annotated[int | None, typer.Option(help="How many; they only ever grow.")] = None,
+    retention: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Keep events so long: '30 days'.")
+    ] = None,
+    retention_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Keep so much per partition: '10 GB'.")
+    ] = None,
+    ids: Annotated[
+        Literal["log", "producer"], typer.Option(help="Who gives ids; a producer's are unique.")
+    ] = "log",
+    acks: Annotated[
+        Literal["write", "majority", "all"], typer.Option(help="What a commit waits for.")
+    ] = "majority",
+    table_: Annotated[bool, typer.Option("--table", help="Keep the latest value per key.")] = False,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Create a stream; the log's file too, if it is not there yet.
+
+    Without a record or fields it holds JSON.
+    """
+    schema = _schema(stream, record, field)
+    if schema and bytes_:
+        raise UsageError("a stream holds records or bytes: leave out --bytes, or the record")
+    spec = StreamSpec(
+        name=stream,
+        record=schema,
+        content="record" if schema else "bytes" if bytes_ else "json",
+        key=key,
+        time=time,
+        partitions=partitions,
+        retention_ms=None if retention is None else parse_duration_ms(retention),
+        retention_bytes=None if retention_bytes is None else parse_bytes(retention_bytes),
+        ids=ids,
+        acks=acks,
+        table=table_,
+    )
+    parse_stream(stream)
+    with open_named(context, log, log_option, create=True) as opened:
+        opened.apply([CreateStream(spec)])
+        made = opened.stream(stream)
+    if json:
+        say_json({"created": str(made.name), "partitions": made.partitions})
+    else:
+        say(f"created stream {made.name} with {_count(made.partitions, 'partition')}")
+
+
+def _schema(stream: str, record: str | None, fields: list[str] | None) -> Schema | None:
+    if record and fields:
+        raise UsageError("give --record or --field, not both")
+    if record:
+        return schema_of(import_record(record, Path.cwd()))
+    if not fields:
+        return None
+    name = parse_stream(stream).stream.replace("-", "_").title().replace("_", "")
+    made = []
+    for text in fields:
+        field, equals, type_ = text.partition("=")
+        if not equals:
+            raise UsageError(f"--field {text!r} is not NAME=TYPE, such as user=str")
+        check_field_name(field.strip(), name)
+        made.append(Field(field.strip(), parse_type(type_.strip(), {})))
+    return Schema(name, tuple(made))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+@streams.command("describe", epilog="Example: penstock stream describe orders --json")
+def describe_stream(
+    context: typer.Context,
+    stream: StreamArgument,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Show everything about a stream: record, settings, partitions and offsets."""
+    with open_named(context, log, log_option) as opened:
+        found = opened.stream(stream)
+        offsets = opened.offsets(stream)
+    if json:
+        say_json(_described(found, {p: msgspec.structs.asdict(o) for p, o in offsets.items()}))
+        return
+    spec = found.spec
+    settings = [
+        ("stream", found.name),
+        ("holds", found.record.name if found.record else spec.content),
+        ("key", spec.key),
+        ("time", spec.time),
+        ("ids", spec.ids),
+        ("acks", spec.acks),
+        ("table", "yes" if spec.table else None),
+        ("retention_ms", spec.retention_ms),
+        ("retention_bytes", spec.retention_bytes),
+        ("record version", len(found.records) or None),
+        ("catalogue", spec.origin or None),
+        ("created", found.created.isoformat(timespec="seconds")),
+    ]
+    table(("setting", "value"), [row for row in settings if row[1] is not None])
+    if found.record:
+        say("")
+        table(("field", "type"), [(f.name, f.type) for f in found.record.fields])
+    say("")
+    rows = [(p, o.first, o.next, o.next - o.first) for p, o in offsets.items()]
+    table(("partition", "first", "next", "events"), rows)
+
+
+def _described(stream: Stream, offsets: dict[int, dict[str, object]]) -> dict[str, object]:
+    fields = {f.name: str(f.type) for f in stream.record.fields} if stream.record else None
+    settings = msgspec.structs.asdict(stream.spec)
+    settings.update(
+        name=str(stream.name),
+        record=stream.record.name if stream.record else None,
+        fields=fields,
+        record_version=len(stream.records),
+        created=stream.created,
+        grown=stream.grown,
+        partitions=[{"partition": p, **o} for p, o in offsets.items()],
+    )
+    return settings
+
+
+@streams.command("grow", epilog="Example: penstock stream grow orders --partitions 8")
+def grow_stream(
+    context: typer.Context,
+    stream: StreamArgument,
+    partitions: Annotated[int, typer.Option(help="How many it shall have.", show_default=False)],
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Add partitions. Keys may move to new ones; their older events stay where they are."""
+    with open_named(context, log, log_option) as opened:
+        before = opened.stream(stream).partitions
+        opened.apply([GrowStream(stream, partitions)])
+    if json:
+        say_json({"grown": stream, "from": before, "to": partitions})
+    else:
+        say(f"stream {stream} grew from {before} to {_count(partitions, 'partition')}")
+
+
+@streams.command("drop", epilog="Example: penstock stream drop orders --yes")
+def drop_stream(
+    context: typer.Context,
+    stream: StreamArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Remove a stream and all its events. On a terminal it asks first."""
+    with open_named(context, log, log_option) as opened:
+        found = opened.stream(stream)
+        events = sum(o.next - o.first for o in opened.offsets(stream).values())
+        if not yes and sys.stdin.isatty():
+            typer.confirm(f"Drop {found.name} and its {_count(events, 'event')}?", abort=True)
+        opened.apply([DropStream(stream)])
+    if json:
+        say_json({"dropped": str(found.name), "events": events})
+    else:
+        say(f"dropped stream {found.name} and its {_count(events, 'event')}")
+
+
+@namespaces.command("list", epilog="Example: penstock namespace list --json")
+def list_namespaces(
+    context: typer.Context,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """List the namespaces of the log."""
+    with open_named(context, log, log_option) as opened:
+        for name in opened.namespaces():
+            if json:
+                say_json({"namespace": name})
+            else:
+                say(name)
+
+
+@namespaces.command("create", epilog="Example: penstock namespace create shop")
+def create_namespace(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Create a namespace."""
+    with open_named(context, log, log_option, create=True) as opened:
+        opened.apply([CreateNamespace(name)])
+    say_json({"created": name}) if json else say(f"created namespace {name}")
+
+
+@namespaces.command("drop", epilog="Example: penstock namespace drop shop")
+def drop_namespace(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Remove a namespace that holds no streams; `default` cannot be removed."""
+    with open_named(context, log, log_option) as opened:
+        opened.apply([DropNamespace(name)])
+    say_json({"dropped": name}) if json else say(f"dropped namespace {name}")
+
+
+def apply(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A catalogue file (TOML).")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
+    allow_destructive: Annotated[
+        bool, typer.Option("--allow-destructive", help="Allow changes that remove events.")
+    ] = False,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Make the log what a catalogue file says: shows the plan, then applies it as one.
+
+    Applied again, it does nothing. Example: penstock apply shop.toml --dry-run
+    """
+    catalogue = load(file)
+    with open_named(context, log, log_option, create=True) as opened:
+        plan = make_plan(opened, catalogue)
+        _show_plan(plan, json)
+        destructive = [step.description for step in plan if step.destructive]
+        if destructive and not allow_destructive and not dry_run:
+            raise DestructiveChangeError(
+                f"{file} would {'; '.join(destructive)}. Nothing was changed: say "
+                "--allow-destructive if that is what you want"
+            )
+        if plan and not dry_run:
+            opened.apply([step.change for step in plan])
+            if not json:
+                say(f"applied {_count(len(plan), 'change')}")
+
+
+def _show_plan(plan: list[Step], json: bool) -> None:
+    if json:
+        for step in plan:
+            say_json({"change": step.description, "destructive": step.destructive})
+        return
+    if not plan:
+        say("nothing to change")
+    for step in plan:
+        say(f"{'! ' if step.destructive else '+ '}{step.description}")

@@ -1,0 +1,57 @@
+"""What commands print: JSON for programs, tables and plain lines for people.
+
+Results go to standard output, everything else (progress, notes, errors) to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from penstock.log.api import Progress as Report
+
+stderr = Console(stderr=True, highlight=False)
+
+
+def say(text: str) -> None:
+    """A line of a result."""
+    sys.stdout.write(text + "\n")
+
+
+def say_json(value: object) -> None:
+    """A result as one line of JSON."""
+    say(msgspec.json.encode(value).decode())
+
+
+def note(text: str) -> None:
+    """A line for the person who watches, not part of the result."""
+    stderr.print(text, soft_wrap=True, markup=False)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows for people; wide where the terminal is."""
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        grid.add_column(name, overflow="fold", no_wrap=False)
+    for row in rows:
+        grid.add_row(*("" if cell is None else str(cell) for cell in row))
+    width = None if sys.stdout.isatty() else 200
+    Console(file=sys.stdout, highlight=False, width=width, markup=False).print(grid)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Report]:
+    """A progress bar on a terminal; elsewhere nothing."""
+    if not stderr.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

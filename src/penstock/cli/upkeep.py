@@ -1,0 +1,160 @@
+"""`penstock verify`, `backup` and `doctor`: whether all is well."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import apsw
+import msgspec
+import typer
+
+import penstock
+from penstock.cli.options import (
+    DEFAULT_LOG,
+    JsonOption,
+    LogOption,
+    LogOptionsOption,
+    Settings,
+    open_named,
+)
+from penstock.cli.output import progress_bar, say, say_json, table
+from penstock.errors import PenstockError
+
+DISK_FREE_BYTES_MIN = 1 << 30
+JAVA_MIN = 17
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify", epilog="Example: penstock verify --log penstock.db")(verify)
+    app.command("backup", epilog="Example: penstock backup /backups/penstock-monday.db")(backup)
+    app.command("doctor", epilog="Example: penstock doctor --json")(doctor)
+
+
+def verify(
+    context: typer.Context,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Read the whole log and say what is damaged; exits with 1 if anything is."""
+    found = 0
+    with open_named(context, log, log_option) as opened:
+        facts = opened.facts()
+        with progress_bar("verifying") as report:
+            for damage in opened.verify(report):
+                found += 1
+                say_json(damage) if json else say(damage.message)
+    if json:
+        say_json({"damaged": found, "batches": facts["batches"]})
+    elif not found:
+        say(f"{facts['batches']} batches verified: nothing is damaged")
+    if found:
+        raise typer.Exit(1)
+
+
+def backup(
+    context: typer.Context,
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The copy; must not exist yet.")],
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Copy the log as it is at this moment, while others use it. The copy is a log itself."""
+    with open_named(context, log, log_option) as opened, progress_bar("copying") as report:
+        opened.backup(target, report)
+    size = target.stat().st_size
+    if json:
+        say_json({"backup": str(target), "bytes": size})
+    else:
+        say(f"copied to {target} ({size} bytes)")
+
+
+class Finding(NamedTuple):
+    """One line of the doctor's report."""
+
+    check: str
+    state: Literal["ok", "warning", "failed"]
+    detail: str
+
+
+def doctor(
+    context: typer.Context,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Check this machine and the log: Python, Java, disk, versions; exits with 1 if one fails."""
+    earlier = context.find_object(Settings)
+    url = log or (earlier.log if earlier else None) or DEFAULT_LOG
+    findings = [_python(), _java(), *_packages(), _disk(url), *_log(context, url, log_option)]
+    if json:
+        for finding in findings:
+            say_json(finding._asdict())
+    else:
+        table(("check", "state", "detail"), findings)
+    if any(finding.state == "failed" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 11)
+    detail = f"{platform.python_version()} at {sys.executable}"
+    return Finding("python", "ok" if good else "failed", detail)
+
+
+def _java() -> Finding:
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else shutil.which("java")
+    if not java:
+        return Finding("java", "warning", f"not found: Spark needs Java {JAVA_MIN} or later")
+    try:
+        done = subprocess.run(
+            [java, "-version"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("java", "warning", f"{java} does not run: {error}")
+    line = (done.stderr or done.stdout).splitlines()[0] if done.stderr or done.stdout else ""
+    major = "".join(c for c in line.partition('"')[2].split(".")[0] if c.isdigit())
+    good = bool(major) and int(major) >= JAVA_MIN
+    return Finding("java", "ok" if good else "warning", line or f"{java} says nothing")
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("penstock", "ok", penstock.__version__)
+    yield Finding("sqlite", "ok", apsw.sqlite_lib_version())
+    for name in ("pyarrow", "msgspec"):
+        yield Finding(name, "ok", importlib.metadata.version(name))
+    for name in ("pyspark", "confluent-kafka"):
+        try:
+            yield Finding(name, "ok", importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "ok", "not installed (only needed for what uses it)")
+
+
+def _disk(url: str) -> Finding:
+    folder = Path(url).absolute().parent
+    if not folder.is_dir():
+        return Finding("disk", "failed", f"the directory {folder} does not exist")
+    free = shutil.disk_usage(folder).free
+    state: Literal["ok", "warning"] = "ok" if free >= DISK_FREE_BYTES_MIN else "warning"
+    return Finding("disk", state, f"{free / 1e9:.1f} GB free at {folder}")
+
+
+def _log(context: typer.Context, url: str, options: list[str] | None) -> Iterator[Finding]:
+    if not Path(url).exists():
+        yield Finding("log", "ok", f"{url} does not exist yet: the first stream makes it")
+        return
+    try:
+        with open_named(context, url, options) as opened:
+            facts = msgspec.json.encode(opened.facts()).decode()
+            yield Finding("log", "ok", facts)
+    except PenstockError as error:
+        yield Finding("log", "failed", str(error))

@@ -1,0 +1,121 @@
+"""A disk that fails: an SQLite VFS which errs, kills or forgets at a chosen operation.
+
+The file system below is the real one; only the chosen call is answered differently.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import apsw
+import msgspec
+
+Operation = Literal["read", "write", "sync"]
+Failure = Literal["full", "io", "kill"]
+
+
+class Fault(msgspec.Struct):
+    """Fail the `at`-th such operation on a file whose name ends with `suffix`.
+
+    `lasting` faults go on failing. `late` ones do the operation first and then fail, as a
+    disk does that wrote the data and lost the answer.
+    """
+
+    operation: Operation
+    failure: Failure
+    suffix: str = "-wal"
+    at: int = 1
+    lasting: bool = False
+    late: bool = False
+    seen: int = 0
+
+    def strikes(self, operation: Operation, name: str) -> bool:
+        if operation != self.operation or not name.endswith(self.suffix):
+            return False
+        self.seen += 1
+        return self.seen == self.at or (self.lasting and self.seen > self.at)
+
+    def fail(self) -> None:
+        if self.failure == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.failure == "full":
+            raise apsw.FullError("the disk is full (injected)")
+        error = apsw.IOError("disk I/O error (injected)")
+        error.extendedresult = {
+            "read": apsw.SQLITE_IOERR_READ,
+            "write": apsw.SQLITE_IOERR_WRITE,
+            "sync": apsw.SQLITE_IOERR_FSYNC,
+        }[self.operation]
+        raise error
+
+
+class FaultyVfs(apsw.VFS):
+    """A VFS of the given name; register it by making it, and keep it while it is used."""
+
+    def __init__(self, name: str) -> None:
+        self.faults: list[Fault] = []
+        self.syncs: list[str] = []
+        self.durable: Path | None = None
+        super().__init__(name, "")
+
+    def xOpen(  # noqa: N802  SQLite's name
+        self, name: str | apsw.URIFilename | None, flags: list[int]
+    ) -> apsw.VFSFile:
+        return _FaultyFile(self, name, flags)
+
+    def happen(self, operation: Operation, name: str) -> Fault | None:
+        return next((f for f in self.faults if f.strikes(operation, name)), None)
+
+    def synced(self, name: str) -> None:
+        """Note what is safe now: the whole content of a file that was just synced."""
+        self.syncs.append(name)
+        if self.durable is not None:
+            shutil.copyfile(name, self.durable / Path(name).name)
+
+
+class _FaultyFile(apsw.VFSFile):
+    def __init__(
+        self, vfs: FaultyVfs, name: str | apsw.URIFilename | None, flags: list[int]
+    ) -> None:
+        self._vfs = vfs
+        self._name = name.filename() if isinstance(name, apsw.URIFilename) else name or ""
+        super().__init__("", name, flags)
+
+    def xRead(self, amount: int, offset: int) -> bytes:  # noqa: N802  SQLite's name
+        fault = self._vfs.happen("read", self._name)
+        if fault:
+            fault.fail()
+        return super().xRead(amount, offset)
+
+    def xWrite(self, data: bytes, offset: int) -> None:  # noqa: N802  SQLite's name
+        fault = self._vfs.happen("write", self._name)
+        if fault and not fault.late:
+            fault.fail()
+        super().xWrite(data, offset)
+        if fault:
+            fault.fail()
+
+    def xSync(self, flags: int) -> None:  # noqa: N802  SQLite's name
+        fault = self._vfs.happen("sync", self._name)
+        if fault and not fault.late:
+            fault.fail()
+        super().xSync(flags)
+        self._vfs.synced(self._name)
+        if fault:
+            fault.fail()
+
+
+@contextmanager
+def faulty_disk(name: str = "faulty") -> Iterator[FaultyVfs]:
+    """A faulty VFS for the length of a block; pass `vfs=name` as a log option."""
+    vfs = FaultyVfs(name)
+    try:
+        yield vfs
+    finally:
+        vfs.unregister()

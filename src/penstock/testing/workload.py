@@ -1,0 +1,275 @@
+"""A workload that is killed on purpose, and the oracle that judges what it left behind.
+
+`python -m penstock.testing.workload LOG --seed 7 --commits 20` works through a sequence of
+operations that follows from the seed alone, saying on standard output what it tried and what
+was acknowledged. Started again after a kill it goes on where it was. `judge` compares what
+was said with what the log holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from penstock import failpoints
+from penstock.errors import PenstockError
+from penstock.log import open_log
+from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part
+from penstock.log.compose import Composer, EventOptions
+from penstock.log.objects import CreateStream, declare
+from penstock.log.read import ReadOptions, read_events
+from penstock.log.table import Table
+from penstock.log.transaction import Transaction
+from penstock.records.schema import Record
+from penstock.testing.faults import Fault, FaultyVfs
+
+T = TypeVar("T")
+STREAMS = ("plain", "table", "unique", "short")
+TRIES_MAX = 5
+
+
+class Item(Record):
+    """What the workload writes: which commit it belongs to, and which event of it."""
+
+    producer: str
+    sequence: int
+    number: int
+    key: str
+    aborted: bool = False
+
+
+def items_of(producer: str, sequence: int, seed: int) -> list[Item]:
+    """The events of a commit: a function of its name and the seed alone."""
+    rng = random.Random(f"{seed}/{producer}/{sequence}")
+    count = rng.randrange(1, 8)
+    return [Item(producer, sequence, n, f"k{rng.randrange(5)}") for n in range(count)]
+
+
+def create_streams(log: Log) -> None:
+    """The workload's streams, whichever of them are not there yet."""
+    present = {str(stream.name) for stream in log.streams()}
+    specs = (
+        declare("plain", Item, key="key", partitions=3),
+        declare("table", Item, key="key", table=True),
+        declare("unique", Item, ids="producer"),
+        declare("short", Item, retention_bytes=2000),
+    )
+    log.apply([CreateStream(spec) for spec in specs if spec.name not in present])
+
+
+class Worker:
+    """Does the operations of one producer, and says what it does."""
+
+    def __init__(self, log: Log, producer: str, seed: int) -> None:
+        self._log = log
+        self._producer = producer
+        self._seed = seed
+        self._composer = Composer(producer, log.limits)
+        self._holder: Holder | None = None
+
+    def run(self, commits: int) -> None:
+        """Commit the sequences up to `commits` that are not committed yet."""
+        self._holder = self._retried(lambda: self._log.hold(self._producer))
+        last = self._log.last_commit(self._producer)
+        for sequence in range(last.sequence + 1 if last else 0, commits):
+            self._step(sequence)
+
+    def _step(self, sequence: int) -> None:
+        rng = random.Random(f"{self._seed}/{self._producer}/{sequence}/step")
+        if rng.random() < 0.2:
+            self._abort(sequence)
+        if sequence % 6 == 3:
+            self._retried(self._log.maintain)
+        if sequence % 8 == 5:
+            self._retried(lambda: self._make_stream(f"extra-{self._producer}-{sequence}"))
+        if sequence % 7 == 6:
+            self._holder = self._retried(lambda: self._log.hold(self._producer))
+        _say("try", self._producer, sequence)
+        done = self._retried(lambda: self._commit(sequence, staged=rng.random() < 0.5))
+        _say("ack", self._producer, done.sequence)
+
+    def _retried(self, work: Callable[[], T]) -> T:
+        """Try again after an injected failure, as a careful program would."""
+        for attempt in range(TRIES_MAX):
+            try:
+                return work()
+            except (PenstockError, failpoints.FailpointError) as error:
+                _say("raised", type(error).__name__, str(error).replace("\n", " "))
+                fatal = isinstance(error, PenstockError) and not error.retriable
+                if fatal or attempt == TRIES_MAX - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _make_stream(self, name: str) -> None:
+        if name not in {str(stream.name) for stream in self._log.streams()}:
+            self._log.apply([CreateStream(declare(name))])
+
+    def _abort(self, sequence: int) -> None:
+        """A transaction that sends, spills, and is rolled back: nothing of it may be seen."""
+        holder = self._held()
+        with Transaction(self._log, holder, sequence=sequence) as transaction:
+            for item in items_of(self._producer, sequence, self._seed):
+                aborted = msgspec.structs.replace(item, aborted=True)
+                transaction.send("plain", aborted)
+                transaction.send("table", aborted)
+            transaction.roll_back()
+
+    def _held(self) -> Holder:
+        assert self._holder is not None
+        return self._holder
+
+    def _commit(self, sequence: int, staged: bool) -> Committed:
+        items = items_of(self._producer, sequence, self._seed)
+        parts = [self._part(name, items) for name in STREAMS]
+        progress: dict[str, bytes | None] = {f"work/{self._producer}": str(sequence).encode()}
+        if not staged:
+            return self._log.commit(self._held(), sequence, Commit(parts=parts, progress=progress))
+        lost = self._log.stage(self._held(), sequence, parts[0])  # a task that was run again
+        del lost
+        pieces = [self._log.stage(self._held(), sequence, part) for part in parts]
+        commit = Commit(pieces=pieces, progress=progress)
+        return self._log.commit(self._held(), sequence, commit, CommitOptions(compression="zstd"))
+
+    def _part(self, name: str, items: Sequence[Item]) -> Part:
+        stream = self._log.stream(name)
+        events = [
+            self._composer.admit(stream, item, EventOptions(id=_id(name, item))) for item in items
+        ]
+        return self._composer.part(stream, events)
+
+
+def _id(stream: str, item: Item) -> str | int | None:
+    """Ids of the unique stream: some integers, some text, each used by two commits."""
+    if stream != "unique":
+        return None
+    number = (item.sequence // 2) * 100 + item.number
+    return number if item.producer == "even" else f"{item.producer}/{number}"
+
+
+def _say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+# The oracle
+
+
+class Said(msgspec.Struct):
+    """What workloads said before they ended or were killed."""
+
+    tried: set[tuple[str, int]]
+    acked: set[tuple[str, int]]
+    raised: list[str]
+
+
+def heard(lines: Iterable[str]) -> Said:
+    said = Said(set(), set(), [])
+    for line in lines:
+        word, _, rest = line.strip().partition(" ")
+        if word in ("try", "ack"):
+            producer, _, sequence = rest.partition(" ")
+            (said.tried if word == "try" else said.acked).add((producer, int(sequence)))
+        elif word == "raised":
+            said.raised.append(rest)
+    return said
+
+
+def judge(log: Log, said: Said, seed: int) -> list[str]:
+    """What is wrong, if anything: one sentence per broken promise."""
+    return [
+        *_judge_commits(log, "plain", said, seed),
+        *_judge_commits(log, "table", said, seed),
+        *_judge_unique(log, said, seed),
+        *_judge_table(log),
+        *_judge_progress(log, said),
+        *_judge_offsets(log),
+        *(f"verify: {damage.message}" for damage in log.verify()),
+    ]
+
+
+def _judge_commits(log: Log, stream: str, said: Said, seed: int) -> Iterator[str]:
+    found: Counter[tuple[str, int, int]] = Counter()
+    for event in read_events(log, stream, Item):
+        item = event.data
+        if item.aborted:
+            yield f"{stream}: an aborted event is visible: {item}"
+        found[(item.producer, item.sequence, item.number)] += 1
+    for name, count in found.items():
+        if count > 1:
+            yield f"{stream}: {name} is visible {count} times"
+    visible = {(producer, sequence) for producer, sequence, _ in found}
+    for name in said.acked - visible:
+        yield f"{stream}: {name} was acknowledged and is lost"
+    for name in visible - said.tried:
+        yield f"{stream}: {name} was never tried and is visible"
+    for producer, sequence in visible:
+        wanted = {(producer, sequence, item.number) for item in items_of(producer, sequence, seed)}
+        if not wanted <= set(found):
+            yield f"{stream}: only a part of {(producer, sequence)} is visible"
+
+
+def _judge_unique(log: Log, said: Said, seed: int) -> Iterator[str]:
+    ids = Counter(event.id for event in read_events(log, "unique", Item))
+    for id_, count in ids.items():
+        if count > 1:
+            yield f"unique: the id {id_} is there {count} times"
+    for producer, sequence in said.acked:
+        for item in items_of(producer, sequence, seed):
+            if str(_id("unique", item)) not in ids:
+                yield f"unique: {item} was acknowledged and its id is not there"
+
+
+def _judge_table(log: Log) -> Iterator[str]:
+    wanted = {event.key: event.data for event in read_events(log, "table", Item)}
+    table = dict(Table(log, "table", Item).items())
+    if table != wanted:
+        yield f"table: its entries are not what its changelog gives: {table} != {wanted}"
+
+
+def _judge_progress(log: Log, said: Said) -> Iterator[str]:
+    for producer in {producer for producer, _ in said.tried}:
+        value = log.progress(f"work/{producer}")
+        last = log.last_commit(producer)
+        if value != (str(last.sequence).encode() if last else None):
+            yield f"progress of {producer} is {value!r}, its latest commit {last}"
+
+
+def _judge_offsets(log: Log) -> Iterator[str]:
+    for name in STREAMS:
+        for partition, bounds in log.offsets(name).items():
+            expected = bounds.first
+            for event in read_events(log, name, None, ReadOptions(partitions=[partition])):
+                if event.offset < expected:
+                    yield f"{name}/{partition}: offset {event.offset} after {expected - 1}"
+                expected = event.offset + 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--commits", type=int, default=20)
+    parser.add_argument("--producer", default="even")
+    parser.add_argument("--fault", help="a testing.faults.Fault as JSON")
+    given = parser.parse_args()
+    vfs: FaultyVfs | None = None
+    options: dict[str, str | int | bool] = {"transaction_memory_bytes_max": 200}
+    if given.fault:
+        vfs = FaultyVfs("workload")
+        vfs.faults.append(msgspec.json.decode(given.fault, type=Fault))
+        options["vfs"] = "workload"
+    with open_log(given.log, upkeep_interval_ms=0, **options) as log:
+        create_streams(log)
+        Worker(log, given.producer, given.seed).run(given.commits)
+    _say("done")
+
+
+if __name__ == "__main__":
+    main()
