@@ -34,7 +34,6 @@ NAMES: tuple[str, ...] = (
     "stage.blobs",
     "stage.committed",
     "publish.pieces",
-    "publish.swept",
     "objects.changed",
     "objects.event",
     "retention.deleted",

@@ -69,6 +69,11 @@ class FaultyVfs(apsw.VFS):
     ) -> apsw.VFSFile:
         return _FaultyFile(self, name, flags)
 
+    def xDelete(self, name: str, sync: bool) -> None:  # noqa: N802  SQLite's name
+        super().xDelete(name, sync)
+        if self.durable is not None and sync:
+            (self.durable / Path(name).name).unlink(missing_ok=True)
+
     def happen(self, operation: Operation, name: str) -> Fault | None:
         return next((f for f in self.faults if f.strikes(operation, name)), None)
 

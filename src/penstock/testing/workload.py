@@ -9,6 +9,7 @@ was said with what the log holds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 from collections import Counter
@@ -19,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock import failpoints
-from penstock.errors import PenstockError
+from penstock.errors import ObjectExistsError, PenstockError
 from penstock.log import open_log
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part
 from penstock.log.compose import Composer, EventOptions
@@ -61,7 +62,23 @@ def create_streams(log: Log) -> None:
         declare("unique", Item, ids="producer"),
         declare("short", Item, retention_bytes=2000),
     )
-    log.apply([CreateStream(spec) for spec in specs if spec.name not in present])
+    for spec in specs:
+        if spec.name not in present:
+            with contextlib.suppress(ObjectExistsError):  # another process was faster
+                log.apply([CreateStream(spec)])
+
+
+def retried(work: Callable[[], T]) -> T:
+    """Try again after an injected failure, as a careful program would."""
+    for attempt in range(TRIES_MAX):
+        try:
+            return work()
+        except (PenstockError, failpoints.FailpointError) as error:
+            _say("raised", type(error).__name__, str(error).replace("\n", " "))
+            fatal = isinstance(error, PenstockError) and not error.retriable
+            if fatal or attempt == TRIES_MAX - 1:
+                raise
+    raise AssertionError("unreachable")
 
 
 class Worker:
@@ -76,7 +93,7 @@ class Worker:
 
     def run(self, commits: int) -> None:
         """Commit the sequences up to `commits` that are not committed yet."""
-        self._holder = self._retried(lambda: self._log.hold(self._producer))
+        self._holder = retried(lambda: self._log.hold(self._producer))
         last = self._log.last_commit(self._producer)
         for sequence in range(last.sequence + 1 if last else 0, commits):
             self._step(sequence)
@@ -84,28 +101,16 @@ class Worker:
     def _step(self, sequence: int) -> None:
         rng = random.Random(f"{self._seed}/{self._producer}/{sequence}/step")
         if rng.random() < 0.2:
-            self._abort(sequence)
+            retried(lambda: self._abort(sequence))
         if sequence % 6 == 3:
-            self._retried(self._log.maintain)
+            retried(self._log.maintain)
         if sequence % 8 == 5:
-            self._retried(lambda: self._make_stream(f"extra-{self._producer}-{sequence}"))
+            retried(lambda: self._make_stream(f"extra-{self._producer}-{sequence}"))
         if sequence % 7 == 6:
-            self._holder = self._retried(lambda: self._log.hold(self._producer))
+            self._holder = retried(lambda: self._log.hold(self._producer))
         _say("try", self._producer, sequence)
-        done = self._retried(lambda: self._commit(sequence, staged=rng.random() < 0.5))
+        done = retried(lambda: self._commit(sequence, staged=rng.random() < 0.5))
         _say("ack", self._producer, done.sequence)
-
-    def _retried(self, work: Callable[[], T]) -> T:
-        """Try again after an injected failure, as a careful program would."""
-        for attempt in range(TRIES_MAX):
-            try:
-                return work()
-            except (PenstockError, failpoints.FailpointError) as error:
-                _say("raised", type(error).__name__, str(error).replace("\n", " "))
-                fatal = isinstance(error, PenstockError) and not error.retriable
-                if fatal or attempt == TRIES_MAX - 1:
-                    raise
-        raise AssertionError("unreachable")
 
     def _make_stream(self, name: str) -> None:
         if name not in {str(stream.name) for stream in self._log.streams()}:
@@ -266,7 +271,7 @@ def main() -> None:
         vfs.faults.append(msgspec.json.decode(given.fault, type=Fault))
         options["vfs"] = "workload"
     with open_log(given.log, upkeep_interval_ms=0, **options) as log:
-        create_streams(log)
+        retried(lambda: create_streams(log))
         Worker(log, given.producer, given.seed).run(given.commits)
     _say("done")
 

@@ -174,7 +174,7 @@ class Committer:
         """Run a group in one transaction; False where its members must be run one by one."""
         try:
             write = self._begin(any(ticket.durable for ticket in group), timeout_s)
-        except PenstockError as error:
+        except Exception as error:
             for ticket in group:
                 ticket.error = error
             return True

@@ -192,6 +192,9 @@ def _migrate(connection: apsw.Connection, path: Path) -> None:
     if found == 0 and tables != (0,):
         _check_application(connection, path)
     if found == 0:
+        # EXTRA syncs the directory too: the journal of these first steps must not come back
+        # after a loss of power and undo what was committed since.
+        connection.execute("PRAGMA synchronous = EXTRA").fetchall()
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}").fetchall()
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL").fetchall()
     if found > FORMAT:

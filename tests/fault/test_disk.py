@@ -1,0 +1,293 @@
+"""Disks at their worst: full, failing, read-only, losing power, and flipping bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import (
+    CommitOutcomeUnknownError,
+    DamagedError,
+    LogError,
+    LogFullError,
+    LogIOError,
+    LogReadOnlyError,
+    PenstockError,
+)
+from penstock.log import open_log
+from penstock.log.api import Commit, Log
+from penstock.log.read import ReadOptions, read_events
+from penstock.testing.contract import Order, commit_as, create, orders
+from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
+
+
+@pytest.fixture
+def disk() -> Iterator[FaultyVfs]:
+    with faulty_disk() as vfs:
+        yield vfs
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log.db"
+
+
+def open_on(path: Path, **options: str | int) -> Log:
+    return open_log(path, vfs="faulty", upkeep_interval_ms=0, **options)
+
+
+def amounts(path: Path) -> list[int]:
+    """What a new process would find."""
+    with open_log(path, upkeep_interval_ms=0) as log:
+        return [event.data.amount for event in orders(log, "s")]
+
+
+def test_a_full_disk_refuses_and_recovers(disk: FaultyVfs, path: Path) -> None:
+    with open_on(path) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        commit_as(log, holder, 0, "s", [0])
+        disk.faults = [Fault("write", "full", lasting=True)]
+        for _ in range(3):
+            with pytest.raises(LogFullError, match="free some space"):
+                commit_as(log, holder, 1, "s", [1])
+            assert [e.data.amount for e in orders(log, "s")] == [0]
+        disk.faults = []
+        commit_as(log, holder, 1, "s", [1])
+    assert amounts(path) == [0, 1]
+
+
+def test_a_write_error_is_never_called_failed_when_it_may_have_happened(
+    disk: FaultyVfs, path: Path
+) -> None:
+    with open_on(path) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        disk.faults = [Fault("write", "io")]
+        with pytest.raises((CommitOutcomeUnknownError, LogIOError)):
+            commit_as(log, holder, 0, "s", [0])
+        done = commit_as(log, holder, 0, "s", [0])
+        assert not done.repeated
+    assert amounts(path) == [0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failed_fsync_has_an_unknown_outcome(
+    disk: FaultyVfs, path: Path, tmp_path: Path, late: bool
+) -> None:
+    """After it, the process may go on and retry, or die and let the next one recover."""
+    with open_on(path) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        commit_as(log, holder, 0, "s", [0])
+        disk.faults = [Fault("sync", "io", late=late)]
+        with pytest.raises(CommitOutcomeUnknownError, match="commit again under the same name"):
+            commit_as(log, holder, 1, "s", [1])
+        died = tmp_path / "died.db"
+        for suffix in ("", "-wal"):
+            shutil.copyfile(f"{path}{suffix}", f"{died}{suffix}")
+        with open_log(died, upkeep_interval_ms=0) as recovered:
+            assert [e.data.amount for e in orders(recovered, "s")] in ([0], [0, 1])
+            commit_as(recovered, recovered.hold("p"), 1, "s", [1])
+            assert [e.data.amount for e in orders(recovered, "s")] == [0, 1]
+        commit_as(log, holder, 1, "s", [1])
+    assert amounts(path) == [0, 1]
+
+
+def test_a_full_disk_after_an_unknown_outcome_is_still_unknown(disk: FaultyVfs, path: Path) -> None:
+    with open_on(path) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        disk.faults = [Fault("sync", "io")]
+        with pytest.raises(CommitOutcomeUnknownError):
+            commit_as(log, holder, 0, "s", [0])
+        disk.faults = [Fault("write", "full", lasting=True)]
+        with pytest.raises(CommitOutcomeUnknownError, match="may have happened"):
+            commit_as(log, holder, 0, "s", [0])
+        disk.faults = []
+        commit_as(log, holder, 0, "s", [0])
+    assert amounts(path) == [0]
+
+
+@pytest.mark.parametrize("failure", ["io", "full"])
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_any_single_failure_loses_and_doubles_nothing(
+    disk: FaultyVfs, tmp_path: Path, operation: str, failure: str
+) -> None:
+    """Fail the n-th operation, for every n that a commit with a checkpoint has."""
+    for at in range(1, 40, 3):
+        path = tmp_path / f"{at}.db"
+        with open_on(path) as log:
+            create(log, "s")
+            holder = log.hold("p")
+            disk.faults = [
+                Fault(operation, failure, suffix=suffix, at=at)  # type: ignore[arg-type]
+                for suffix in ("-wal", ".db")
+            ]
+            for sequence in range(6):
+                for _ in range(5):
+                    try:
+                        commit_as(log, holder, sequence, "s", [sequence])
+                        break
+                    except PenstockError as error:
+                        if not error.retriable:
+                            raise
+            disk.faults = []
+        assert amounts(path) == list(range(6))
+
+
+@pytest.mark.row("H10", engine="embedded")
+@pytest.mark.parametrize("acks", ["majority", "all"])
+def test_what_was_acknowledged_survives_loss_of_power(
+    disk: FaultyVfs, path: Path, tmp_path: Path, acks: str
+) -> None:
+    """Only what was synced is left; a commit at these acks is."""
+    disk.durable = tmp_path / "durable"
+    disk.durable.mkdir()
+    with open_on(path) as log:
+        create(log, "s", acks=acks)
+        holder = log.hold("p")
+        for n in range(10):
+            commit_as(log, holder, n, "s", [n])
+            after = tmp_path / f"after-{n}"
+            shutil.copytree(disk.durable, after)
+            assert amounts(after / "log.db") == list(range(n + 1))
+
+
+@pytest.mark.row("H10", engine="embedded")
+def test_acks_write_does_not_wait_for_the_disk(disk: FaultyVfs, path: Path) -> None:
+    with open_on(path) as log:
+        create(log, "fast", acks="write")
+        create(log, "safe")
+        holder = log.hold("p")
+        syncs = {}
+        for n, stream in enumerate(("fast", "safe", "fast", "safe")):
+            disk.syncs.clear()
+            commit_as(log, holder, n, stream, [n])
+            syncs.setdefault(stream, []).append(len(disk.syncs))
+        assert syncs["fast"] == [0, 0]
+        assert min(syncs["safe"]) >= 1
+        assert [e.data.amount for e in orders(log, "fast")] == [0, 2]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_refused_without_root(tmp_path: Path) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    with pytest.raises(LogReadOnlyError, match="read-only"):
+        open_log(folder / "log.db")
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LogReadOnlyError, match="does not exist"):
+        open_log(tmp_path / "nowhere" / "log.db")
+
+
+def test_a_read_only_log_is_refused(disk: FaultyVfs, path: Path) -> None:
+    """What SQLite says on a read-only mount, also to root."""
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+
+    with open_on(path) as log:
+        holder = log.hold("p")
+        connection = log._committer._writer()  # type: ignore[attr-defined]
+        connection.execute("PRAGMA query_only = ON")
+        with pytest.raises(LogReadOnlyError, match="write access"):
+            commit_as(log, holder, 0, "s", [1])
+
+
+def flip(path: Path, where: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(where)
+        byte = file.read(1)[0]
+        file.seek(where)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def find_blob(path: Path, first_offset: int) -> bytes:
+    connection = sqlite3.connect(path)
+    query = "SELECT data FROM blobs JOIN batches ON blob_id = id WHERE first_offset = ?"
+    try:
+        row = connection.execute(query, (first_offset,)).fetchone()
+    finally:
+        connection.close()
+    return bytes(row[0])
+
+
+def place_in_file(whole: bytes, blob: bytes, rng: random.Random) -> int:
+    """A random byte of the blob, where the file has it; other blobs look alike in places."""
+    while True:
+        at = rng.randrange(len(blob) - 64)
+        if whole.count(blob[at : at + 64]) == 1:
+            return whole.find(blob[at : at + 64]) + rng.randrange(64)
+
+
+def test_bit_flips_over_a_stored_batch_are_found(path: Path) -> None:
+    """Flip bits all over one batch: each is an error that names it, and never wrong data."""
+    seed = int(os.environ.get("PENSTOCK_SEED", random.SystemRandom().randrange(10**6)))
+    rng = random.Random(seed)
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        create(log, "other")
+        holder = log.hold("p")
+        for n in range(3):
+            commit_as(log, holder, n, "s", range(n * 200, n * 200 + 200))
+        commit_as(log, holder, 3, "other", [7])
+    blob = find_blob(path, 200)
+    whole = path.read_bytes()
+    for _ in range(60):
+        path.write_bytes(whole)
+        flip(path, place_in_file(whole, blob, rng), rng.randrange(8))
+        with open_log(path, upkeep_interval_ms=0) as log:
+            with pytest.raises(DamagedError, match="offsets 200 to 399") as damage:
+                list(orders(log, "s"))
+            where = damage.value
+            assert (where.stream, where.partition) == ("s", 0), f"seed {seed}"
+            assert (where.first_offset, where.last_offset) == (200, 399), f"seed {seed}"
+            told: list[DamagedError] = []
+            rest = read_events(log, "s", Order, ReadOptions(on_damage=told.append))
+            good = [*range(200), *range(400, 600)]
+            assert [event.data.amount for event in rest] == good, f"seed {seed}"
+            assert len(told) == 1
+            assert [e.data.amount for e in orders(log, "other")] == [7]
+            found = [d for d in log.verify() if d.stream]
+            assert [(d.stream, d.first_offset, d.last_offset) for d in found] == [("s", 200, 399)]
+
+
+def test_damage_anywhere_never_gives_wrong_data(path: Path, seed: int) -> None:
+    """Flip bits all over the file: what is read is right, or it is an error."""
+    rng = random.Random(seed)
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        for n in range(5):
+            commit_as(log, holder, n, "s", range(n * 100, n * 100 + 100))
+    whole = path.read_bytes()
+    for _ in range(80):
+        path.write_bytes(whole)
+        flip(path, rng.randrange(100, len(whole)), rng.randrange(8))
+        try:
+            with open_log(path, upkeep_interval_ms=0) as log:
+                found = [event.data.amount for event in orders(log, "s")]
+        except (LogError, DamagedError, PenstockError):
+            continue
+        assert found == list(range(len(found)))
+        assert len(found) in (0, 100, 200, 300, 400, 500)
+
+
+def test_outcome_is_unknown_only_for_what_was_in_the_commit(disk: FaultyVfs, path: Path) -> None:
+    with open_on(path) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        disk.faults = [Fault("sync", "io")]
+        with pytest.raises(CommitOutcomeUnknownError):
+            log.commit(holder, 0, Commit(progress={"k": b"v"}))
+        disk.faults = []
+        log.commit(holder, 0, Commit(progress={"k": b"v"}))
+        assert log.progress("k") == b"v"
