@@ -209,6 +209,8 @@ def _conform_column(batch: pa.RecordBatch, field: Field, arrow: pa.Field, record
     column = batch.column(index)
     if column.type != arrow.type:
         try:
+            if not _is_alike(column.type, arrow.type):
+                raise TypeError("convert it first")
             column = column.cast(arrow.type)
         except (pa.ArrowException, TypeError) as error:
             raise RecordError(
@@ -217,6 +219,32 @@ def _conform_column(batch: pa.RecordBatch, field: Field, arrow: pa.Field, record
             ) from None
     check_column(column, field.type, f"{record}.{field.name}")
     return column
+
+
+_FAMILIES = (
+    (pa.types.is_boolean,),
+    (pa.types.is_integer,),
+    (pa.types.is_floating, pa.types.is_integer),
+    (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+    (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary),
+    (pa.types.is_date,),
+    (pa.types.is_decimal, pa.types.is_integer),
+    (pa.types.is_list, pa.types.is_large_list),
+    (pa.types.is_map,),
+    (pa.types.is_struct,),
+)
+
+
+def _is_alike(given: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether a cast only changes the representation, never what the value means."""
+    if pa.types.is_dictionary(given):
+        given = given.value_type
+    if pa.types.is_null(given):
+        return True
+    if pa.types.is_timestamp(wanted):
+        return pa.types.is_timestamp(given) and (given.tz is None) == (wanted.tz is None)
+    family = next(family for family in _FAMILIES if family[0](wanted))
+    return any(member(given) for member in family)
 
 
 def check_column(column: pa.Array, type_: Type, path: str) -> None:
@@ -241,7 +269,7 @@ def check_column(column: pa.Array, type_: Type, path: str) -> None:
 
 
 def _check_all(column: pa.Array, fits: pa.Array, type_: Type, path: str) -> None:
-    if not pc.all(fits).as_py():
+    if pc.any(pc.invert(fits)).as_py():
         value = column.filter(pc.invert(fits))[0].as_py()
         raise RecordError(f"the column {path} holds {value!r}, which is not {type_}")
 

@@ -298,6 +298,14 @@ def parse_type(text: str, records: typing.Mapping[str, Schema]) -> Type:
     return _parse(tree, text, records)
 
 
+def _constant(node: ast.expr) -> object:
+    """The value of a literal; `None` for anything else."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
 def _parse(node: ast.expr, text: str, records: typing.Mapping[str, Schema]) -> Type:
     match node:
         case ast.Name(id=name) if name in _WORDS:
@@ -319,7 +327,7 @@ def _parse(node: ast.expr, text: str, records: typing.Mapping[str, Schema]) -> T
             return DictOf(_element(_parse(key, text, records), text), _parse(value, text, records))
         case ast.Subscript(value=ast.Name(id="Literal"), slice=item):
             items = item.elts if isinstance(item, ast.Tuple) else [item]
-            return _choice([e.value if isinstance(e, ast.Constant) else None for e in items], text)
+            return _choice([_constant(e) for e in items], text)
     known = ", ".join([*_WORDS, *records])
     raise RecordError(
         f"{text!r} is not a type; use {known}, list[X], set[X], dict[K, V], Literal[…] or X | None"

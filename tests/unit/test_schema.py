@@ -1,0 +1,232 @@
+"""Record classes: what can be declared, and what the errors say."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import enum
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from penstock.errors import EvolutionError, RecordError
+from penstock.records import Digits, Record, check_evolution, codec_of, schema_of
+from penstock.records.arrow import conform
+from penstock.records.schema import Choice, Maybe, Scalar, parse_type
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 5
+
+
+class Address(Record):
+    street: str
+    zip: str | None = None
+
+
+class Person(Record):
+    name: str
+    home: Address
+    colour: Colour
+    level: Level
+    kind: Literal["a", "b"]
+    others: list[Address]
+
+
+PERSON = Person("Ada", Address("x"), Colour.RED, Level.HIGH, "a", [Address("y", "z")])
+
+
+def test_enums_literals_and_nested_records_survive() -> None:
+    codec = codec_of(Person)
+    codec.validate(PERSON)
+    (back,) = codec.from_arrow(codec.to_arrow([PERSON]))
+    assert back == PERSON
+    assert isinstance(back, Person)
+    assert back.colour is Colour.RED
+    assert back.level is Level.HIGH
+    assert schema_of(Person).field("colour").type == Choice(("red", "blue"))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"name": 3}, r"\$\.name"),
+        ({"home": Address(3)}, r"\$\.home\.street"),  # type: ignore[arg-type]
+        ({"others": [Address("a"), Address("b", 7)]}, r"\$\.others\[1\]\.zip"),  # type: ignore[arg-type]
+        ({"kind": "c"}, r"\$\.kind"),
+        ({"colour": "green"}, r"\$\.colour"),
+        ({"level": None}, r"\$\.level"),
+        ({"name": object()}, "Person"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_path(change: dict[str, object], path: str) -> None:
+    with pytest.raises(RecordError, match=path):
+        codec_of(Person).validate(msgspec.structs.replace(PERSON, **change))
+
+
+def test_constraints_are_checked() -> None:
+    class Paid(Record):
+        amount: Annotated[float, msgspec.Meta(gt=0)]
+
+    codec_of(Paid).validate(Paid(1.0))
+    with pytest.raises(RecordError, match=r"\$\.amount"):
+        codec_of(Paid).validate(Paid(-1.0))
+
+
+def test_a_datetime_without_a_zone_is_refused_unless_declared() -> None:
+    class At(Record):
+        at: dt.datetime
+        days: dict[str, list[dt.datetime]] = {}
+
+    class Local(Record):
+        at: Annotated[dt.datetime, msgspec.Meta(tz=False)]
+
+    naive = dt.datetime(2026, 1, 1)
+    with pytest.raises(RecordError, match=r"At\.at: .*no time zone.*datetime\.now\(UTC\)"):
+        codec_of(At).validate(At(naive))
+    good = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+    with pytest.raises(RecordError, match=r"At\.days\['x'\]\[1\]"):
+        codec_of(At).validate(At(good, {"x": [good, naive]}))
+    codec = codec_of(Local)
+    codec.validate(Local(naive))
+    assert codec.from_arrow(codec.to_arrow([Local(naive)])) == [Local(naive)]
+
+
+def test_a_decimal_that_would_be_cut_is_refused() -> None:
+    class Price(Record):
+        amount: Annotated[decimal.Decimal, Digits(6, 2)]
+
+    codec = codec_of(Price)
+    codec.validate(Price(decimal.Decimal("1234.56")))
+    for text in ("0.001", "12345.00"):
+        with pytest.raises(RecordError, match=r"Price\.amount: .*Decimal\(6, 2\)"):
+            codec.validate(Price(decimal.Decimal(text)))
+
+
+def test_json_is_decoded_with_its_types() -> None:
+    found = codec_of(Person).from_json(
+        '{"name": "A", "home": {"street": "s"}, "colour": "blue", "level": 1, "kind": "b", '
+        '"others": []}'
+    )
+    assert found == Person("A", Address("s"), Colour.BLUE, Level.LOW, "b", [])
+    for text, match in (('{"name": 1}', "name"), ("{", "not valid JSON"), ("[1]", "object")):
+        with pytest.raises(RecordError, match=match):
+            codec_of(Person).from_json(text)
+
+
+class _HasTuple(Record):
+    x: tuple[int, int]
+
+
+class _HasUnion(Record):
+    x: int | str
+
+
+class _HasAny(Record):
+    x: Any
+
+
+class _HasMixed(Record):
+    x: Literal["a", 1]
+
+
+class _HasListKeys(Record):
+    x: dict[Address, int]
+
+
+class _Hidden(Record):
+    _x: int
+
+
+class _Empty(Record):
+    pass
+
+
+class _Short(Record, omit_defaults=True):
+    x: int = 1
+
+
+class _Self(Record):
+    inner: _Self | None = None
+
+
+@pytest.mark.parametrize(
+    "record",
+    [_HasTuple, _HasUnion, _HasAny, _HasMixed, _HasListKeys, _Hidden, _Empty, _Short, _Self],
+)
+def test_what_cannot_be_stored_is_refused_when_declared(record: type[Record]) -> None:
+    with pytest.raises(RecordError, match=record.__name__):
+        schema_of(record)
+
+
+@pytest.mark.parametrize(
+    ("column", "match"),
+    [
+        ({"name": pa.array([1])}, "name.*int64, not str"),
+        ({"colour": pa.array(["green"])}, "colour.*green"),
+        ({"level": pa.array([2])}, "level"),
+        ({"others": pa.array([[{"street": None, "zip": None}]])}, "others.*street.*nulls"),
+        ({"home": pa.array([{"street": "x"}])}, None),
+        ({"name": pa.array(["x"]).dictionary_encode()}, None),
+        ({"level": pa.array([5], pa.int8())}, None),
+        ({"kind": pa.array([b"a"])}, "kind"),
+    ],
+)
+def test_columns_are_checked_like_records(column: dict[str, pa.Array], match: str | None) -> None:
+    batch = codec_of(Person).to_arrow([PERSON])
+    columns = {name: batch.column(name) for name in batch.schema.names} | column
+    given = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
+    if match is None:
+        assert conform(given, schema_of(Person)).schema.names == batch.schema.names
+    else:
+        with pytest.raises(RecordError, match=match):
+            conform(given, schema_of(Person))
+
+
+def test_evolution_reaches_into_nested_records() -> None:
+    class Address2(Record):
+        street: str
+        zip: str | None = None
+        city: str | None = None
+
+    old = schema_of(Person)
+    inner = schema_of(Address2)
+    new = msgspec.structs.replace(
+        old,
+        fields=tuple(
+            msgspec.structs.replace(f, type=inner) if f.name == "home" else f for f in old.fields
+        ),
+    )
+    check_evolution(old, new)
+    with pytest.raises(EvolutionError, match=r"home\.city was removed"):
+        check_evolution(new, old)
+
+
+@pytest.mark.parametrize(
+    ("text", "type_"),
+    [
+        ("str", Scalar("str")),
+        ("str | None", Maybe(Scalar("str"))),
+        ("Decimal(10, 2)", Digits(10, 2)),
+        ("Literal['a', 'b']", Choice(("a", "b"))),
+        ("UUID", Scalar("uuid")),
+    ],
+)
+def test_types_are_written_as_in_python(text: str, type_: object) -> None:
+    assert parse_type(text, {}) == type_
+
+
+@pytest.mark.parametrize(
+    "text", ["", "string", "list", "list[", "str | int", "__import__('os')", "Decimal(99, 1)", "1"]
+)
+def test_other_texts_are_no_types(text: str) -> None:
+    with pytest.raises(RecordError, match="not a type"):
+        parse_type(text, {})
