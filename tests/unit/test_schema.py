@@ -84,7 +84,7 @@ def test_constraints_are_checked() -> None:
 def test_a_datetime_without_a_zone_is_refused_unless_declared() -> None:
     class At(Record):
         at: dt.datetime
-        days: dict[str, list[dt.datetime]] = {}
+        days: dict[str, list[dt.datetime]] = {}  # noqa: RUF012  msgspec copies it
 
     class Local(Record):
         at: Annotated[dt.datetime, msgspec.Meta(tz=False)]

@@ -1,0 +1,278 @@
+"""The producer: batching, memory, retries, timeouts, and closing without loss."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from penstock.errors import (
+    BufferFullError,
+    ClosedError,
+    CommitOutcomeUnknownError,
+    DeliveryTimeoutError,
+    FencedError,
+    RecordError,
+    UsageError,
+)
+from penstock.log import open_log
+from penstock.log.api import Log
+from penstock.log.batch import decode_blob
+from penstock.log.read import read_batches
+from penstock.log.sqlite.connection import connect
+from penstock.producer import Producer, ProducerOptions
+from penstock.testing.contract import Order, create, orders
+from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
+
+pytestmark = pytest.mark.row("H14", engine="embedded")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log.db"
+
+
+@pytest.fixture
+def log(path: Path) -> Iterator[Log]:
+    with open_log(path, upkeep_interval_ms=0) as opened:
+        create(opened, "s")
+        yield opened
+
+
+def commits(log: Log) -> int:
+    return len({run.commit for batch in read_batches(log, "s") for run in batch.runs})
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Another process's open write transaction, for the length of a block."""
+    with contextlib.closing(connect(path)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+def test_closing_loses_nothing(log: Log) -> None:
+    with Producer(log, ProducerOptions(batch_delay_ms=60_000)) as producer:
+        futures = [producer.send("s", Order("a", n)) for n in range(1000)]
+    assert all(future.done() for future in futures)
+    assert [e.data.amount for e in orders(log, "s")] == list(range(1000))
+
+
+def test_the_batch_delay_gathers_events(log: Log) -> None:
+    with Producer(log, ProducerOptions(batch_delay_ms=300)) as producer:
+        for n in range(20):
+            producer.send("s", Order("a", n))
+            time.sleep(0.001)
+    assert commits(log) == 1
+
+
+def test_a_full_batch_does_not_wait_for_the_delay(log: Log) -> None:
+    options = ProducerOptions(batch_delay_ms=60_000, batch_rows_max=10)
+    with Producer(log, options) as producer:
+        futures = [producer.send("s", Order("a", n)) for n in range(20)]
+        for future in futures[:10]:
+            future.result(timeout=20)
+    assert commits(log) >= 2
+    by_size = ProducerOptions(batch_delay_ms=60_000, batch_bytes_max=500)
+    with Producer(log, by_size) as producer:
+        futures = [producer.send("s", Order("x" * 100, n)) for n in range(20)]
+        futures[0].result(timeout=20)
+
+
+def test_flush_waits_for_what_was_sent(log: Log) -> None:
+    with Producer(log, ProducerOptions(batch_delay_ms=60_000)) as producer:
+        futures = [producer.send("s", Order("a", n)) for n in range(5)]
+        producer.flush()
+        assert all(future.done() for future in futures)
+        producer.flush()
+
+
+def fill(producer: Producer) -> None:
+    for n in range(100):
+        producer.send("s", Order("x" * 100, n))
+
+
+def test_a_full_buffer_raises(log: Log, path: Path) -> None:
+    options = ProducerOptions(buffer_bytes_max=2000, batch_rows_max=1, on_full="error")
+    with Producer(log, options) as producer, held(path):
+        with pytest.raises(BufferFullError, match="buffer_bytes_max"):
+            fill(producer)
+
+
+def test_a_full_buffer_blocks_until_there_is_room(log: Log, path: Path) -> None:
+    options = ProducerOptions(buffer_bytes_max=2000, batch_rows_max=1)
+    with Producer(log, options) as producer:
+        thread = threading.Thread(target=fill, args=(producer,))
+        with held(path):
+            thread.start()
+            thread.join(0.2)
+            assert thread.is_alive()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert sum(1 for _ in orders(log, "s")) == 100
+
+
+def test_blocking_ends_after_its_limit(log: Log, path: Path) -> None:
+    options = ProducerOptions(buffer_bytes_max=500, batch_rows_max=1, block_ms_max=50)
+    with Producer(log, options) as producer, held(path):
+        with pytest.raises(BufferFullError, match="block_ms_max"):
+            fill(producer)
+
+
+@pytest.fixture
+def disk() -> Iterator[FaultyVfs]:
+    with faulty_disk() as vfs:
+        yield vfs
+
+
+def test_failures_are_retried_until_they_pass(disk: FaultyVfs, path: Path) -> None:
+    with open_log(path, vfs="faulty", upkeep_interval_ms=0) as log:
+        create(log, "s")
+        with Producer(log) as producer:
+            disk.faults = [
+                Fault("sync", "io", at=1), Fault("write", "full", at=3), Fault("sync", "io", at=3),
+            ]  # fmt: skip
+            futures = []
+            for n in range(10):
+                futures.append(producer.send("s", Order("a", n)))
+                producer.flush()
+            assert [future.result().offset for future in futures] == list(range(10))
+        assert [e.data.amount for e in orders(log, "s")] == list(range(10))
+
+
+def test_the_delivery_timeout_says_whether_it_may_have_happened(
+    disk: FaultyVfs, path: Path
+) -> None:
+    options = ProducerOptions(delivery_timeout_ms=200, request_timeout_ms=100, retry_backoff_ms=1)
+    with open_log(path, vfs="faulty", upkeep_interval_ms=0) as log:
+        create(log, "s")
+        with Producer(log, options) as producer:
+            disk.faults = [Fault("write", "full", lasting=True)]
+            with pytest.raises(DeliveryTimeoutError, match="delivery_timeout_ms"):
+                producer.send("s", Order("a", 1)).result()
+            disk.faults = [Fault("sync", "io", lasting=True)]
+            with pytest.raises(CommitOutcomeUnknownError, match="may or may not"):
+                producer.send("s", Order("a", 2)).result()
+            disk.faults = []
+            producer.send("s", Order("a", 3)).result()
+        amounts = [e.data.amount for e in orders(log, "s")]
+        assert 3 in amounts
+        assert 1 not in amounts
+
+
+def test_retries_are_limited(disk: FaultyVfs, path: Path) -> None:
+    with open_log(path, vfs="faulty", upkeep_interval_ms=0) as log:
+        create(log, "s")
+        with Producer(log, ProducerOptions(retries=2, retry_backoff_ms=1)) as producer:
+            fault = Fault("write", "full", lasting=True)
+            disk.faults = [fault]
+            with pytest.raises(DeliveryTimeoutError):
+                producer.send("s", Order("a", 1)).result()
+            assert fault.seen == 3
+
+
+def test_a_fenced_producer_says_so_from_then_on(log: Log) -> None:
+    with Producer(log, ProducerOptions(name="shop")) as old:
+        old.send("s", Order("a", 1)).result()
+        with Producer(log, ProducerOptions(name="shop")) as new:
+            new.send("s", Order("a", 2)).result()
+            with pytest.raises(FencedError, match="shop"):
+                old.send("s", Order("a", 3)).result()
+            with pytest.raises(FencedError):
+                old.send("s", Order("a", 4))
+            new.send("s", Order("a", 5)).result()
+    assert [e.data.amount for e in orders(log, "s")] == [1, 2, 5]
+
+
+def test_a_closed_producer_refuses(log: Log) -> None:
+    producer = Producer(log)
+    with pytest.raises(ClosedError):
+        producer.send("s", Order("a", 1))
+    with producer:
+        pass
+    producer.close()
+    with pytest.raises(ClosedError):
+        producer.send("s", Order("a", 1))
+
+
+def test_many_threads_share_commits(log: Log) -> None:
+    def work(number: int) -> None:
+        for n in range(20):
+            producer.send("s", Order(f"u{number}", n)).result()
+
+    with Producer(log) as producer:
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(1 for _ in orders(log, "s")) == 640
+    assert commits(log) < 640 / 2
+    for number in range(32):
+        mine = [e.data.amount for e in orders(log, "s", key=f"u{number}")]
+        assert mine == list(range(20))
+
+
+def test_singles_and_columns_keep_their_order(log: Log) -> None:
+    with Producer(log, ProducerOptions(batch_delay_ms=50)) as producer:
+        for n in range(0, 40, 4):
+            producer.send("s", Order("a", n))
+            table = pa.table({"user": ["a", "a"], "amount": [n + 1, n + 2]})
+            producer.append("s", table)
+            producer.send("s", Order("a", n + 3))
+    assert [e.data.amount for e in orders(log, "s")] == list(range(40))
+
+
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
+def test_compression_is_chosen(log: Log, path: Path, compression: str) -> None:
+    table = pa.table({"user": ["a" * 50] * 5000, "amount": [1] * 5000})
+    with Producer(log, ProducerOptions(compression=compression)) as producer:  # type: ignore[arg-type]
+        producer.append("s", table).result()
+    connection = connect(path)
+    (largest,) = max(
+        ((row[0],) for row in connection.execute("SELECT data FROM blobs")), key=lambda r: len(r[0])
+    )
+    connection.close()
+    assert (len(largest) < 100_000) == (compression != "none")
+    assert decode_blob(largest).num_rows == 5000
+    assert sum(1 for _ in orders(log, "s")) == 5000
+
+
+def test_an_event_without_fault_is_sent_beside_a_wrong_one(log: Log) -> None:
+    with Producer(log, ProducerOptions(batch_delay_ms=100)) as producer:
+        first = producer.send("s", Order("a", 1))
+        with pytest.raises(RecordError):
+            producer.send("s", Order("a", "x"))  # type: ignore[arg-type]
+        second = producer.send("s", Order("a", 2))
+        assert (first.result().offset, second.result().offset) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "rar"},
+        {"on_full": "explode"},
+        {"batch_bytes_max": 0},
+        {"batch_delay_ms": -1},
+        {"request_timeout_ms": 10, "delivery_timeout_ms": 5},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(log: Log, options: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Producer(log, ProducerOptions(**options))  # type: ignore[arg-type]
+
+
+def test_the_name_and_client_id_are_used(log: Log) -> None:
+    with Producer(log, ProducerOptions(name="tx-1", client_id="till-7")) as producer:
+        producer.send("s", Order("a", 1)).result()
+    (event,) = orders(log, "s")
+    assert event.source == "till-7"
+    last = log.last_commit("tx-1")
+    assert last is not None
+    assert last.sequence == 0

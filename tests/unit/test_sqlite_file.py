@@ -1,0 +1,270 @@
+"""The file of the embedded log: formats, migrations, refusals, upkeep and copies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sqlite3
+import threading
+from pathlib import Path
+
+import apsw
+import pytest
+
+from penstock.errors import (
+    ClosedError,
+    LogBusyError,
+    LogFormatError,
+    ObjectExistsError,
+    UnknownObjectError,
+    UsageError,
+)
+from penstock.log import open_log
+from penstock.log.api import Commit, CommitOptions
+from penstock.log.sqlite import connection as sqlite
+from penstock.log.sqlite.ids import as_integer, ranges_of
+from penstock.testing.contract import commit_as, create, make_part, orders
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log.db"
+
+
+def schema_of(path: Path) -> list[tuple[object, ...]]:
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(
+            "SELECT type, name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
+        ).fetchall()
+    finally:
+        connection.close()
+
+
+def test_migrations_step_by_step_give_what_a_new_log_has(path: Path, tmp_path: Path) -> None:
+    with open_log(path):
+        pass
+    stepwise = tmp_path / "steps.db"
+    with contextlib.closing(sqlite.connect(stepwise)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL").fetchall()
+        for number in range(1, sqlite.FORMAT + 1):
+            connection.execute("BEGIN IMMEDIATE")
+            sqlite.upgrade(connection, number)
+            connection.execute("COMMIT")
+            assert connection.pragma("user_version") == number
+    assert schema_of(stepwise) == schema_of(path)
+    with open_log(stepwise) as log:
+        create(log, "s")
+        commit_as(log, log.hold("p"), 0, "s", [1])
+    folder = Path(sqlite.__file__).parent / "migrations"
+    assert len(list(folder.glob("*.sql"))) == sqlite.FORMAT
+
+
+def test_every_statement_fits_the_schema_and_is_used(path: Path) -> None:
+    with open_log(path):
+        pass
+    code = "".join(file.read_text("utf-8") for file in Path(sqlite.__file__).parent.glob("*.py"))
+    with contextlib.closing(sqlite.connect(path)) as connection:
+        for name in sqlite.statement_names():
+            connection.execute(
+                f"EXPLAIN {sqlite.sql(name)}", _anything(sqlite.sql(name))
+            ).fetchall()
+            assert f'"{name}"' in code, f"{name} is not used"
+
+
+def _anything(statement: str) -> dict[str, int] | tuple[int, ...]:
+    names = re.findall(r":([a-z]+)", statement)
+    return dict.fromkeys(names, 1) if names else (1,) * statement.count("?")
+
+
+def test_a_newer_format_is_refused(path: Path) -> None:
+    with open_log(path):
+        pass
+    with contextlib.closing(sqlite.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {sqlite.FORMAT + 1}")
+    before = path.read_bytes()
+    with pytest.raises(LogFormatError, match=f"format {sqlite.FORMAT + 1}.*upgrade Penstock"):
+        open_log(path)
+    assert path.read_bytes() == before
+
+
+def test_an_old_sqlite_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apsw, "sqlite_lib_version", lambda: "3.51.2")
+    with pytest.raises(LogFormatError, match=r"SQLite 3\.51\.2 is too old.*3\.51\.3"):
+        open_log(path)
+    assert not path.exists()
+    monkeypatch.setattr(apsw, "sqlite_lib_version", lambda: "3.51.3")
+    open_log(path).close()
+
+
+def test_files_of_others_are_refused_and_left_alone(path: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.db"
+    text.write_text("hello")
+    with pytest.raises(LogFormatError, match="not a Penstock log"):
+        open_log(text)
+    assert text.read_text() == "hello"
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE theirs (x)")
+    before = path.read_bytes()
+    with pytest.raises(LogFormatError, match="another program"):
+        open_log(path)
+    assert path.read_bytes() == before
+    with pytest.raises(LogFormatError, match="directory"):
+        open_log(tmp_path)
+
+
+def test_a_log_that_is_not_there(path: Path) -> None:
+    with pytest.raises(UnknownObjectError, match="no log at"):
+        open_log(path, create=False)
+    assert not path.exists()
+
+
+def test_options_are_checked(path: Path) -> None:
+    with pytest.raises(UsageError, match="no log option 'colour'"):
+        open_log(path, colour="red")
+    with pytest.raises(UsageError, match="event_bytes_max"):
+        open_log(path, event_bytes_max="many")
+    with pytest.raises(UsageError, match="scheme 'ftp'"):
+        open_log("ftp://x")
+    with open_log(path, event_bytes_max="1000") as log:
+        assert log.limits.event_bytes_max == 1000
+
+
+def test_a_closed_log_refuses(path: Path) -> None:
+    log = open_log(path)
+    create(log, "s")
+    part = make_part(log, "s", [1])
+    holder = log.hold("p")
+    log.close()
+    log.close()
+    for call in (
+        lambda: log.stream("s"),
+        lambda: log.hold("p"),
+        lambda: log.stage(holder, 0, part),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_a_forked_process_must_open_its_own(path: Path) -> None:
+    with open_log(path) as log:
+        create(log, "s")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                log.stream("s")
+            except ClosedError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_a_writer_that_hangs_is_not_waited_for_forever(path: Path) -> None:
+    with open_log(path) as log, contextlib.closing(sqlite.connect(path)) as other:
+        create(log, "s")
+        holder = log.hold("p")
+        other.execute("BEGIN IMMEDIATE")
+        commit = Commit(parts=[make_part(log, "s", [1])])
+        with pytest.raises(LogBusyError, match="try again"):
+            log.commit(holder, 0, commit, CommitOptions(timeout_ms=50))
+        other.execute("ROLLBACK")
+        log.commit(holder, 0, commit)
+        assert [e.data.amount for e in orders(log, "s")] == [1]
+
+
+def test_the_background_looks_after_the_log(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=10) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        for n in range(40):
+            commit_as(log, holder, n, "s", [n])
+        deadline = threading.Event()
+        for _ in range(1000):
+            if log.facts()["batches"] < 20:  # type: ignore[operator]
+                break
+            deadline.wait(0.02)
+        else:
+            raise AssertionError("small batches were never merged")
+        assert [e.data.amount for e in orders(log, "s")] == list(range(40))
+
+
+def test_forgotten_producers_start_anew(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        old = log.hold("once", ephemeral=True)
+        commit_as(log, old, 5, "s", [1])
+        kept = log.hold("kept")
+        commit_as(log, kept, 5, "s", [2])
+        with contextlib.closing(sqlite.connect(path)) as connection:
+            connection.execute("UPDATE producers SET used_us = 0")
+        assert log.maintain().producers_forgotten == 1
+        assert log.last_commit("once") is None
+        assert log.last_commit("kept") is not None
+        new = log.hold("once", ephemeral=True)
+        assert new.epoch > old.epoch
+
+
+def test_a_backup_is_consistent_while_others_write(path: Path, tmp_path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "a")
+        create(log, "b")
+        stop = threading.Event()
+
+        def write() -> None:
+            with open_log(path, upkeep_interval_ms=0) as other:
+                holder, n = other.hold("w"), 0
+                while not stop.is_set():
+                    parts = [make_part(other, name, range(n, n + 20)) for name in ("a", "b")]
+                    other.commit(holder, n, Commit(parts=parts))
+                    n += 20
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        while not log.offsets("b")[0].next:
+            stop.wait(0.01)
+        for n in range(5):
+            target = tmp_path / f"copy-{n}.db"
+            calls: list[tuple[int, int]] = []
+            log.backup(target, lambda done, total, calls=calls: calls.append((done, total)))  # type: ignore[misc]
+            assert calls[-1][0] == calls[-1][1] > 0
+            with open_log(target, create=False, upkeep_interval_ms=0) as copy:
+                amounts = [e.data.amount for e in orders(copy, "a")]
+                assert amounts == list(range(len(amounts)))
+                assert [e.data.amount for e in orders(copy, "b")] == amounts
+                assert list(copy.verify()) == []
+        stop.set()
+        thread.join()
+        with pytest.raises(ObjectExistsError, match="exists already"):
+            log.backup(tmp_path / "copy-0.db")
+        assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0), ("-7", -7), ("007", None), ("+1", None), ("1.0", None), ("", None), ("-", None),
+        (str(2**63 - 1), 2**63 - 1), (str(-(2**63)), -(2**63)), (str(2**63), None), ("٣", None),
+        ("-0", None),
+    ],
+)  # fmt: skip
+def test_only_canonical_integers_are_integers(text: str, number: int | None) -> None:
+    assert as_integer(text) == number
+
+
+def test_integers_become_ranges() -> None:
+    assert ranges_of([5, 1, 2, 3, 9, 8]) == [(1, 3), (5, 5), (8, 9)]
+
+
+@pytest.mark.row("H15", engine="embedded")
+def test_a_sequence_of_ids_is_one_row(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s", ids="producer", key=None)
+        holder = log.hold("p")
+        numbers = [*range(0, 500, 2), *range(1, 500, 2)]
+        for n in range(0, 500, 50):
+            ids = numbers[n : n + 50]
+            log.commit(holder, n, Commit(parts=[make_part(log, "s", ids, ids=ids)]))
+        with contextlib.closing(sqlite.connect(path)) as connection:
+            assert connection.execute("SELECT first, last FROM id_ranges").fetchall() == [(0, 499)]
+        assert sum(1 for _ in orders(log, "s")) == 500
