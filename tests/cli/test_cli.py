@@ -1,0 +1,388 @@
+"""The command line as a person or a script uses it: real processes, output and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from penstock.cli.main import app
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+PROGRAM = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def call(*arguments: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+        environment = {k: v for k, v in os.environ.items() if k != "PENSTOCK_LOG"} | extra
+        return subprocess.run(
+            [*PROGRAM, *arguments], input=stdin, capture_output=True, text=True, cwd=tmp_path,
+            timeout=60, check=False, env=environment,
+        )  # fmt: skip
+
+    return call
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_first_steps(run: Run, tmp_path: Path) -> None:
+    assert run("stream", "create", "orders", "--key", "user").returncode == 0
+    assert (tmp_path / "penstock.db").exists()
+    done = run("pub", "orders", '{"user": "ada", "amount": 9.5}')
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "published 1 event to orders" in done.stderr
+    (event,) = rows(run("read", "orders", "--json"))
+    assert event == {
+        "stream": "orders", "partition": 0, "offset": 0, "key": "ada", "time": event["time"],
+        "id": event["id"], "type": "orders", "source": "penstock-pub", "headers": {},
+        "data": {"user": "ada", "amount": 9.5},
+    }  # fmt: skip
+    assert "ada" in run("read", "orders").stdout
+
+
+def test_the_log_is_chosen_by_option_or_environment(run: Run, tmp_path: Path) -> None:
+    run("stream", "create", "a", "--log", "one.db")
+    run("--log", "two.db", "stream", "create", "b")
+    run("stream", "create", "c", PENSTOCK_LOG="three.db")
+    for log, name in (("one", "a"), ("two", "b"), ("three", "c")):
+        assert [
+            r["stream"] for r in rows(run("stream", "list", "--json", "--log", f"{log}.db"))
+        ] == [name]
+    assert not (tmp_path / "penstock.db").exists()
+
+
+def test_streams_are_listed_described_grown_and_dropped(run: Run) -> None:
+    made = run(
+        "stream", "create", "orders", "-f", "user=str", "-f", "amount=Decimal(10, 2)", "-f",
+        "tags=set[str] | None", "--key", "user", "--retention", "7 days", "--table", "--json",
+    )  # fmt: skip
+    assert rows(made) == [{"created": "orders", "partitions": 1}]
+    assert rows(run("stream", "grow", "orders", "--partitions", "3", "--json")) == [
+        {"grown": "orders", "from": 1, "to": 3}
+    ]
+    (about,) = rows(run("stream", "describe", "orders", "--json"))
+    assert about["fields"] == {
+        "user": "str", "amount": "Decimal(10, 2)", "tags": "set[str] | None",
+    }  # fmt: skip
+    assert about["retention_ms"] == 7 * 86_400_000
+    assert about["partitions"] == [{"partition": p, "first": 0, "next": 0} for p in range(3)]
+    assert "amount" in run("stream", "describe", "orders").stdout
+    assert "orders" in run("stream", "list").stdout
+    assert {r["stream"] for r in rows(run("stream", "list", "--all", "--json"))} == {
+        "orders", "_system.objects", "_system.metrics",
+    }  # fmt: skip
+    assert rows(run("stream", "drop", "orders", "--json")) == [{"dropped": "orders", "events": 0}]
+    assert rows(run("stream", "list", "--json")) == []
+    changes = rows(run("read", "_system.objects", "--json"))
+    assert [change["data"]["action"] for change in changes] == [  # type: ignore[index]
+        "create stream", "grow stream", "drop stream",
+    ]  # fmt: skip
+
+
+def test_namespaces(run: Run) -> None:
+    assert run("namespace", "create", "shop").returncode == 0
+    assert run("stream", "create", "shop.orders").returncode == 0
+    assert [r["namespace"] for r in rows(run("namespace", "list", "--json"))] == [
+        "_system", "default", "shop",
+    ]  # fmt: skip
+    assert run("namespace", "drop", "shop").returncode == 2
+    assert run("namespace", "drop", "default").returncode == 2
+    run("stream", "drop", "shop.orders")
+    assert run("namespace", "drop", "shop").returncode == 0
+
+
+def test_lines_are_acknowledged_in_order(run: Run) -> None:
+    run("stream", "create", "s", "--key", "k", "--partitions", "3")
+    lines = "".join(f'{{"k": {n % 7}, "n": {n}}}\n\n' for n in range(300))
+    acks = rows(run("pub", "s", "-", "--ack", "--json", stdin=lines))
+    events = rows(run("read", "s", "--json"))
+    by_place = {(e["partition"], e["offset"]): e for e in events}
+    assert len(acks) == 300
+    for n, ack in enumerate(acks):
+        event = by_place[(ack["partition"], ack["offset"])]
+        assert event["data"]["n"] == n  # type: ignore[index]
+        assert event["id"] == ack["id"]
+    plain = run("pub", "s", "-", "--ack", stdin='{"k": 1}\n').stdout
+    assert re.fullmatch(r"\d+\t\d+\t\S+\n", plain)
+
+
+def test_an_acknowledged_line_survives_a_kill(run: Run, tmp_path: Path) -> None:
+    run("stream", "create", "s")
+    program = subprocess.Popen(
+        [*PROGRAM, "pub", "s", "-", "--ack", "--json"], cwd=tmp_path, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert program.stdin is not None
+    assert program.stdout is not None
+    acked = []
+    for n in range(20):
+        program.stdin.write(f"{n}\n")
+        program.stdin.flush()
+        acked.append(json.loads(program.stdout.readline()))
+    program.kill()
+    program.communicate()
+    events = rows(run("read", "s", "--json"))
+    assert [e["data"] for e in events][:20] == list(range(20))
+    assert [e["id"] for e in events][:20] == [a["id"] for a in acked]
+
+
+def test_a_wrong_line_publishes_nothing(run: Run) -> None:
+    run("stream", "create", "s", "-f", "n=int")
+    good = "".join(f'{{"n": {n}}}\n' for n in range(36))
+    for bad, message in (
+        ("{oops\n", "line 37: not valid JSON"),
+        ('{"n": "x"}\n', r"line 37: S: Expected `int`, got `str` - at `$.n`"),
+        ('{"m": 1}\n', "line 37: S: Object missing required field `n`"),
+    ):
+        for extra in ([], ["--ack"]):
+            done = run("pub", "s", "-", *extra, stdin=good + bad + good)
+            assert done.returncode == 2
+            assert message in done.stderr
+            assert done.stdout == ""
+            assert rows(run("read", "s", "--json")) == []
+
+
+def test_events_are_copied_from_stream_to_stream(run: Run) -> None:
+    run("stream", "create", "a", "-f", "n=int")
+    run("stream", "create", "b", "-f", "n=int")
+    run("pub", "a", '{"n": 1}', "--key", "k", "--type", "t", "-H", "trace=1")
+    copied = run("read", "a", "--json").stdout
+    assert run("pub", "b", "-", "--events", stdin=copied).returncode == 0
+    (event,), (original,) = rows(run("read", "b", "--json")), rows(run("read", "a", "--json"))
+    for name in ("key", "time", "id", "type", "headers", "data"):
+        assert event[name] == original[name]
+
+
+@pytest.mark.row("H15", engine="embedded")
+def test_ids_of_the_producer(run: Run) -> None:
+    run("stream", "create", "s", "--ids", "producer")
+    places = [rows(run("pub", "s", "1", "--id", n, "--ack", "--json"))[0] for n in "121"]
+    assert [place["offset"] for place in places] == [0, 1, None]
+    assert "give every event an id" in run("pub", "s", "1").stderr
+
+
+def test_reading_from_places(run: Run) -> None:
+    run("stream", "create", "s", "--partitions", "2")
+    run("pub", "s", "-", "--key", "a", stdin="0\n1\n2\n")
+    run("pub", "s", "-", "--key", "b", stdin="3\n4\n")
+    (first, *_) = rows(run("read", "s", "--json"))
+    partition = str(first["partition"])
+    assert [e["data"] for e in rows(run("read", "s", "--json", "--key", "b"))] == [3, 4]
+    assert [e["data"] for e in rows(run("read", "s", "--json", "-p", partition, "--from", "1"))][
+        :2
+    ] == [1, 2]
+    assert rows(run("read", "s", "--json", "--from", "latest")) == []
+    assert len(rows(run("read", "s", "--json", "--from", "2020-01-01"))) == 5
+    assert rows(run("read", "s", "--json", "--from", "2099-01-01T00:00:00Z")) == []
+    assert len(rows(run("read", "s", "--json", "-n", "2"))) == 2
+
+
+def test_following_prints_new_events_and_stops_on_interrupt(run: Run, tmp_path: Path) -> None:
+    run("stream", "create", "s")
+    run("pub", "s", "0")
+    program = subprocess.Popen(
+        [*PROGRAM, "read", "s", "--follow", "--json"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert program.stdout is not None
+    assert json.loads(program.stdout.readline())["data"] == 0
+    for n in (1, 2):
+        run("pub", "s", str(n))
+        assert json.loads(program.stdout.readline())["data"] == n
+    program.send_signal(signal.SIGINT)
+    assert program.wait(20) == 130
+    assert program.communicate()[1] == ""
+
+
+def test_an_idle_follower_uses_next_to_no_cpu(run: Run, tmp_path: Path) -> None:
+    run("stream", "create", "s")
+    program = subprocess.Popen(
+        [*PROGRAM, "read", "s", "--follow"], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    try:
+        used = [_cpu_ticks(program.pid, seconds) for seconds in (2.0, 2.0)][-1]
+        assert used / os.sysconf("SC_CLK_TCK") < 2.0 * 0.1
+    finally:
+        program.kill()
+        program.wait()
+
+
+def _cpu_ticks(pid: int, seconds: float) -> int:
+    """CPU time that a process uses while `seconds` of time pass."""
+
+    def ticks() -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = ticks()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+    return ticks() - before
+
+
+CATALOGUE = '[streams.orders]\nkey = "user"\nretention = "9 days"\n[streams.clicks]\n'
+
+
+def test_apply_shows_the_plan_and_repeats_as_nothing(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "shop.toml").write_text(CATALOGUE)
+    assert "create stream orders" in run("apply", "shop.toml", "--dry-run").stdout
+    assert rows(run("stream", "list", "--json")) == []
+    done = run("apply", "shop.toml")
+    assert done.stdout.splitlines() == [
+        "+ create stream orders (json, key user)",
+        "+ create stream clicks (json)",
+        "applied 2 changes",
+    ]
+    assert run("apply", "shop.toml").stdout == "nothing to change\n"
+    assert rows(run("apply", "shop.toml", "--json")) == []
+
+
+def test_apply_refuses_what_destroys(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "shop.toml"
+    file.write_text(CATALOGUE)
+    run("apply", "shop.toml")
+    file.write_text(CATALOGUE.replace("9 days", "1 day").replace("[streams.clicks]", ""))
+    done = run("apply", "shop.toml")
+    assert done.returncode == 2
+    assert "--allow-destructive" in done.stderr
+    assert {r["stream"] for r in rows(run("stream", "list", "--json"))} == {"orders", "clicks"}
+    assert run("apply", "shop.toml", "--allow-destructive").returncode == 0
+    assert {r["stream"] for r in rows(run("stream", "list", "--json"))} == {"orders"}
+
+
+def test_verify_and_backup(run: Run, tmp_path: Path) -> None:
+    run("stream", "create", "s")
+    run("pub", "s", "-", stdin="".join(f'"{"x" * 50}{n}"\n' for n in range(2000)))
+    assert "nothing is damaged" in run("verify").stdout
+    (copy,) = rows(run("backup", "copy.db", "--json"))
+    assert copy["backup"] == "copy.db"
+    assert len(rows(run("read", "s", "--json", "--log", "copy.db"))) == 2000
+    assert run("backup", "copy.db").returncode == 2
+    damage_the_largest_batch(tmp_path / "penstock.db")
+    done = run("verify")
+    assert done.returncode == 1
+    assert "stream s, partition 0: offsets 0 to 1999 are damaged" in done.stdout
+    done = run("verify", "--json")
+    assert json.loads(done.stdout.splitlines()[-1]) == {"damaged": 1, "batches": 2}
+    done = run("read", "s")
+    assert done.returncode == 1
+    assert "damaged" in done.stderr
+    run("pub", "s", '"good"')
+    done = run("read", "s", "--skip-damaged", "--json")
+    assert [e["data"] for e in rows(done)] == ["good"]
+    assert "offsets 0 to 1999 are damaged" in done.stderr
+
+
+def damage_the_largest_batch(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    (blob,) = connection.execute("SELECT data FROM blobs ORDER BY length(data) DESC").fetchone()
+    connection.close()
+    data = bytearray(path.read_bytes())
+    data[data.index(blob[5000:5050])] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_doctor(run: Run) -> None:
+    findings = {f["check"]: f for f in rows(run("doctor", "--json"))}
+    assert {"python", "java", "penstock", "sqlite", "disk", "log"} <= set(findings)
+    assert findings["python"]["state"] == "ok"
+    assert "does not exist yet" in str(findings["log"]["detail"])
+    run("stream", "create", "s")
+    assert "embedded" in run("doctor").stdout
+    done = run("doctor", "--log", "nowhere/x.db")
+    assert done.returncode == 1
+    assert "does not exist" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["read", "nope"], 2, "no stream nope"),
+        (["pub", "nope", "1"], 2, "no stream nope"),
+        (["pub", "s", "{"], 2, "not valid JSON"),
+        (["pub", "s", "1", "--key", "k" * 2000], 2, "key_bytes_max"),
+        (["pub", "s", '"xxxxxxxx"', "--log-option", "event_bytes_max=5"], 2, "event_bytes_max"),
+        (["pub", "s", "1", "-H", "x"], 2, "NAME=VALUE"),
+        (["read", "s", "--from", "monday"], 2, "--from 'monday'"),
+        (["read", "s", "-p", "7"], 2, "no partition 7"),
+        (["read", "s", "-n", "0"], 2, "--limit"),
+        (["stream", "create", "s"], 2, "exists already"),
+        (["stream", "create", "a.b.c"], 2, "more than one dot"),
+        (["stream", "create", "x" * 101], 2, "name_chars_max"),
+        (["stream", "create", "t", "-f", "n=text"], 2, "'text' is not a type"),
+        (["stream", "create", "t", "--record", "no.such:Thing"], 2, "No module named"),
+        (["stream", "create", "t", "--retention", "soon"], 2, "not a duration"),
+        (["stream", "grow", "s", "--partitions", "1"], 2, "only grow"),
+        (["stream", "frob"], 2, "No such command"),
+        (["frob"], 2, "No such command"),
+        (["read"], 2, "Missing argument"),
+        (["read", "s", "--log", "other.db"], 2, "no log at other.db"),
+        (["apply", "nowhere.toml"], 2, "nowhere.toml cannot be read"),
+        (["read", "s", "--log-option", "colour=red"], 2, "no log option 'colour'"),
+        (["read", "s", "--log", "/proc/version"], 1, "not a Penstock log"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_and_changes_nothing(
+    run: Run, arguments: list[str], code: int, message: str
+) -> None:
+    run("stream", "create", "s")
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    as_json = run(*arguments, "--json")
+    assert as_json.returncode == code
+    assert message in json.loads(as_json.stderr)["error"]["message"]
+    assert rows(run("read", "s", "--json")) == []
+    assert [r["stream"] for r in rows(run("stream", "list", "--json"))] == ["s"]
+
+
+def test_a_reader_that_leaves_early_is_no_error(run: Run, tmp_path: Path) -> None:
+    run("stream", "create", "s")
+    run("pub", "s", "-", stdin="".join(f"{n}\n" for n in range(5000)))
+    program = " ".join(f"'{word}'" for word in PROGRAM)
+    done = subprocess.run(
+        ["bash", "-c", f"{program} read s | head -1"], cwd=tmp_path, capture_output=True,
+        text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.startswith("0:0")
+    assert done.stderr == ""
+
+
+def test_help_has_examples_and_completion_works(run: Run) -> None:
+    assert "penstock stream create orders" in run("--help").stdout
+    for command in (["pub"], ["read"], ["stream", "create"], ["verify"], ["backup"], ["doctor"]):
+        assert "Example" in run(*command, "--help").stdout
+    assert re.fullmatch(r"penstock \d+\.\d+\.\d+\n", run("--version").stdout)
+    run("stream", "create", "orders")
+    done = run(_PENSTOCK_COMPLETE="complete_bash", COMP_WORDS="penstock read or", COMP_CWORD="2")
+    assert done.stdout.split() == ["orders"]
+
+
+def test_every_command_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
+    group = typer.main.get_command(app)
+
+    def names(command: object, path: str) -> list[str]:
+        inner = getattr(command, "commands", None)
+        if not inner:
+            return [path]
+        return [name for key, child in inner.items() for name in names(child, f"{path} {key}")]
+
+    for name in names(group, "penstock"):
+        assert f"`{name}" in page, f"{name} is not in docs/cli.md"
