@@ -30,8 +30,9 @@ from penstock.errors import (
 )
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part, Placement
 from penstock.log.batch import Compression, check_compression
-from penstock.log.compose import Composer, EventOptions, Outgoing, homes_of
+from penstock.log.compose import Composer, EventOptions, Outgoing
 from penstock.log.objects import Acks, Stream
+from penstock.log.partitioning import homes_of
 from penstock.records.event import Key
 
 STREAM_KEPT_S = 1.0

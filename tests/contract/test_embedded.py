@@ -15,6 +15,10 @@ class EmbeddedHarness:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    @property
+    def url(self) -> str:
+        return str(self._path)
+
     def open(self, **options: str | int | bool) -> Log:
         return open_log(self._path, upkeep_interval_ms=0, **options)
 

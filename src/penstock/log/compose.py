@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 
 from penstock.errors import LimitError, RecordError, UsageError
 from penstock.log.api import Limits, Part
+from penstock.log.columns import data_arrays, given_column, one_batch, widest
 from penstock.log.objects import Stream, check_writable_by_user
 from penstock.records.arrow import (
-    UTC_MICROSECONDS,
     arrow_schema,
     codec_of,
     codec_of_schema,
@@ -33,16 +33,10 @@ from penstock.records.event import (
     GIVEN,
     Key,
     Stamp,
-    first_id,
     key_bytes,
-    key_column,
     keys_of,
     microseconds,
     new_id_prefix,
-    numbered,
-    partition_of,
-    partitions_of,
-    slice_stamped,
     stamped,
 )
 from penstock.records.evolution import check_evolution
@@ -249,7 +243,7 @@ class Composer:
         """
         check_writable_by_user(stream.name)
         if isinstance(batch, pa.Table):
-            batch = _one_batch(batch)
+            batch = one_batch(batch)
         names = batch.schema.names
         given = [name for name in names if name in GIVEN and name != "_source"]
         wrong = [n for n in names if n.startswith("_") and n not in given and n != DELETED]
@@ -258,9 +252,9 @@ class Composer:
                 f"the column {wrong[0]} is not one that a writer gives: leave it out "
                 f"(allowed: {', '.join(n for n in GIVEN if n != '_source')})"
             )
-        arrays, fields = _data_arrays(stream, batch)
+        arrays, fields = data_arrays(stream, batch)
         for name in given:
-            column = _given_column(stream, batch, name)
+            column = given_column(stream, batch, name)
             arrays.append(column)
             fields.append(pa.field(name, column.type))
         made = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
@@ -286,7 +280,7 @@ class Composer:
                 f"{self._limits.key_bytes_max} are allowed (key_bytes_max); use shorter keys"
             )
         limit = self._limits.event_bytes_max
-        if batch.nbytes <= limit or sum(map(_widest, batch.columns)) <= limit:
+        if batch.nbytes <= limit or sum(map(widest, batch.columns)) <= limit:
             return
         for row in range(batch.num_rows):
             size = batch.slice(row, 1).nbytes
@@ -313,40 +307,6 @@ def check_class_fits(stream: Stream, record: type[Record]) -> None:
         raise RecordError(
             f"{mine.name} does not fit the record {schema.name} of stream {stream.name}: {error}"
         ) from None
-
-
-def split_part(stream: Stream, batch: pa.RecordBatch) -> list[tuple[int, pa.RecordBatch]]:
-    """The events of a stamped batch by partition, in their order; see promise 7."""
-    if stream.partitions == 1:
-        return [(0, batch)] if batch.num_rows else []
-    homes = homes_of(batch, stream.partitions)
-    found: list[tuple[int, pa.RecordBatch]] = []
-    present = sorted(pc.unique(homes).to_pylist())
-    if len(present) == 1:
-        return [(present[0], batch)]
-    batch = numbered(batch)
-    for partition in present:
-        found.append((partition, batch.filter(pc.equal(homes, partition))))
-    return found
-
-
-def homes_of(batch: pa.RecordBatch, partitions: int) -> pa.Array:
-    """The partition of each row. Rows without a key stay together, chosen by the first id."""
-    if partitions == 1:
-        return pa.repeat(pa.scalar(0, pa.int32()), batch.num_rows)
-    keyless = partition_of(first_id(batch).encode(), partitions)
-    return partitions_of(keys_of(batch), partitions, keyless)
-
-
-def chunks(batch: pa.RecordBatch, limits: Limits) -> list[pa.RecordBatch]:
-    """A batch cut so that no stored one exceeds the limits of rows and bytes."""
-    rows = batch.num_rows
-    most = limits.batch_rows_max
-    if batch.nbytes > limits.batch_bytes_max:
-        most = max(1, min(most, rows * limits.batch_bytes_max // batch.nbytes))
-    if rows <= most:
-        return [batch]
-    return [slice_stamped(batch, at, min(most, rows - at)) for at in range(0, rows, most)]
 
 
 def _kind(value: object) -> str:
@@ -443,78 +403,3 @@ def _conformed(stream: Stream, batch: pa.RecordBatch, deleted: bool) -> pa.Recor
         for field in schema
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=nullable(schema))
-
-
-def _one_batch(table: pa.Table) -> pa.RecordBatch:
-    batches = table.combine_chunks().to_batches()
-    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
-
-
-def _data_arrays(stream: Stream, batch: pa.RecordBatch) -> tuple[list[pa.Array], list[pa.Field]]:
-    plain = batch.select([name for name in batch.schema.names if not name.startswith("_")])
-    deleted = DELETED in batch.schema.names
-    if deleted and not stream.spec.table:
-        raise RecordError(f"stream {stream.name} is not a table: leave the column {DELETED} out")
-    if stream.record is None:
-        kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
-        if plain.schema.names != [DATA] or plain.column(0).type != kind:
-            raise RecordError(f"stream {stream.name} has one data column, {DATA}: {kind}")
-        _check_json(stream, plain.column(0))
-    elif deleted:
-        return _table_arrays(stream, batch, plain)
-    else:
-        plain = conform(plain, stream.record)
-    return list(plain.columns), list(plain.schema)
-
-
-def _check_json(stream: Stream, column: pa.Array) -> None:
-    if stream.spec.content != "json":
-        return
-    for row, text in enumerate(column.to_pylist()):
-        try:
-            msgspec.json.decode(text)
-        except (msgspec.DecodeError, TypeError) as error:
-            raise RecordError(f"stream {stream.name}: row {row} is not JSON: {error}") from None
-
-
-def _table_arrays(
-    stream: Stream, batch: pa.RecordBatch, plain: pa.RecordBatch
-) -> tuple[list[pa.Array], list[pa.Field]]:
-    """Changes of a typed table, some of which delete: only the others must be whole records."""
-    deleted = batch.column(DELETED).fill_null(False)
-    record = stream.record
-    assert record is not None  # noqa: S101  only called for typed streams
-    conform(plain.filter(pc.invert(deleted)), record)
-    schema = nullable(arrow_schema(record))
-    columns = [plain.column(field.name).cast(field.type) for field in schema]
-    return [*columns, deleted], [*schema, pa.field(DELETED, pa.bool_())]
-
-
-def _given_column(stream: Stream, batch: pa.RecordBatch, name: str) -> pa.Array:
-    column = batch.column(name)
-    if name == "_key":
-        if stream.spec.key is not None and not stream.spec.table:
-            raise UsageError(
-                f"stream {stream.name} takes its key from the field {stream.spec.key}; "
-                "leave the column _key out"
-            )
-        return key_column(column)
-    wanted = UTC_MICROSECONDS if name == "_time" else ENVELOPE.field(name).type
-    try:
-        column = column.cast(wanted)
-    except pa.ArrowException as error:
-        raise RecordError(f"the column {name} is {column.type}, not {wanted}: {error}") from None
-    if name == "_headers":
-        for row in filter(None, column.to_pylist()):
-            for header, value in row:
-                check_header(header, value)
-    return column
-
-
-def _widest(column: pa.Array) -> int:
-    """An upper bound of a row's bytes in this column."""
-    if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
-        return (pc.max(pc.binary_length(column)).as_py() or 0) + 4
-    if pa.types.is_nested(column.type):
-        return int(column.nbytes)
-    return 16

@@ -112,14 +112,20 @@ def declare(
 
 
 class CreateNamespace(msgspec.Struct, frozen=True, tag="create namespace"):
+    """Make a namespace."""
+
     name: str
 
 
 class DropNamespace(msgspec.Struct, frozen=True, tag="drop namespace"):
+    """Remove a namespace that holds no streams."""
+
     name: str
 
 
 class CreateStream(msgspec.Struct, frozen=True, tag="create stream"):
+    """Make a stream."""
+
     spec: StreamSpec
 
 
@@ -130,11 +136,15 @@ class AlterStream(msgspec.Struct, frozen=True, tag="alter stream"):
 
 
 class GrowStream(msgspec.Struct, frozen=True, tag="grow stream"):
+    """Give a stream more partitions."""
+
     name: str
     partitions: int
 
 
 class DropStream(msgspec.Struct, frozen=True, tag="drop stream"):
+    """Remove a stream and all its events."""
+
     name: str
 
 

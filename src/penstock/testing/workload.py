@@ -14,7 +14,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -258,7 +257,7 @@ def _judge_offsets(log: Log) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("log", type=Path)
+    parser.add_argument("log")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--commits", type=int, default=20)
     parser.add_argument("--producer", default="even")

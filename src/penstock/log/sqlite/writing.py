@@ -33,8 +33,8 @@ from penstock.log.api import (
     Placement,
 )
 from penstock.log.batch import checksum, decode_blob, encode_blob
-from penstock.log.compose import chunks, split_part
 from penstock.log.objects import Stream
+from penstock.log.partitioning import chunks, split_part
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import one, sql
 from penstock.log.sqlite.ids import take_new

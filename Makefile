@@ -1,0 +1,48 @@
+# Everything sets itself up from Python 3.11 or later; Java 17 is for Spark.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+RUN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help setup demo test soak check format rows bench clean
+
+help: ## Show what can be made.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Penstock needs Python 3.11 or later: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setting up $(VENV) …"
+	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+setup: $(READY) ## Make the virtual environment.
+
+demo: $(READY) ## A short tour: streams, transactions, tables, and a kill -9 in the middle.
+	@$(RUN)/python examples/tour.py
+
+test: $(READY) ## Run all tests (what CI runs).
+	$(RUN)/python -m pytest -m 'not soak'
+
+soak: $(READY) ## Run the long random fault tests; the seed is printed.
+	$(RUN)/python -m pytest -m soak -s
+
+check: $(READY) ## Lint, types and layers.
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports --no-cache
+
+format: $(READY) ## Format the code.
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+rows: $(READY) ## Which checklist rows the last test run proved.
+	@$(RUN)/python -m penstock.testing.rows
+
+bench: $(READY) ## Measure, as ratios in one run; writes docs/benchmarks.json and the table.
+	$(RUN)/python -m bench
+
+clean: ## Remove everything that was made.
+	rm -rf $(VENV) .work .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

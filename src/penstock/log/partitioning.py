@@ -1,0 +1,51 @@
+"""Which partition an event belongs to, and how large a stored batch may be."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.log.api import Limits
+from penstock.log.objects import Stream
+from penstock.records.event import (
+    first_id,
+    keys_of,
+    numbered,
+    partition_of,
+    partitions_of,
+    slice_stamped,
+)
+
+
+def split_part(stream: Stream, batch: pa.RecordBatch) -> list[tuple[int, pa.RecordBatch]]:
+    """The events of a stamped batch by partition, in their order; see promise 7."""
+    if stream.partitions == 1:
+        return [(0, batch)] if batch.num_rows else []
+    homes = homes_of(batch, stream.partitions)
+    found: list[tuple[int, pa.RecordBatch]] = []
+    present = sorted(pc.unique(homes).to_pylist())
+    if len(present) == 1:
+        return [(present[0], batch)]
+    batch = numbered(batch)
+    for partition in present:
+        found.append((partition, batch.filter(pc.equal(homes, partition))))
+    return found
+
+
+def homes_of(batch: pa.RecordBatch, partitions: int) -> pa.Array:
+    """The partition of each row. Rows without a key stay together, chosen by the first id."""
+    if partitions == 1:
+        return pa.repeat(pa.scalar(0, pa.int32()), batch.num_rows)
+    keyless = partition_of(first_id(batch).encode(), partitions)
+    return partitions_of(keys_of(batch), partitions, keyless)
+
+
+def chunks(batch: pa.RecordBatch, limits: Limits) -> list[pa.RecordBatch]:
+    """A batch cut so that no stored one exceeds the limits of rows and bytes."""
+    rows = batch.num_rows
+    most = limits.batch_rows_max
+    if batch.nbytes > limits.batch_bytes_max:
+        most = max(1, min(most, rows * limits.batch_bytes_max // batch.nbytes))
+    if rows <= most:
+        return [batch]
+    return [slice_stamped(batch, at, min(most, rows - at)) for at in range(0, rows, most)]

@@ -1,0 +1,283 @@
+"""Commits and transactions: all or none, numbered, fenced, with their progress."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import msgspec
+import pytest
+
+from penstock import failpoints
+from penstock.errors import (
+    CommitOutcomeUnknownError,
+    FencedError,
+    PieceError,
+    SequenceError,
+    TransactionStateError,
+)
+from penstock.log.api import Commit, Log
+from penstock.log.transaction import Transaction
+from penstock.testing.contract.setting import (
+    Harness,
+    OnEngine,
+    Order,
+    commit,
+    commit_as,
+    create,
+    make_part,
+    orders,
+)
+from penstock.testing.workload import heard, judge
+
+
+class Commits(OnEngine):
+    # Promise 2: only committed events are visible, all or none
+
+    @pytest.mark.row("H19")
+    def test_a_commit_spans_streams_and_shows_as_a_whole(self, harness: Harness, log: Log) -> None:
+        create(log, "a", partitions=2)
+        create(log, "b")
+        done = threading.Event()
+        wrong: list[str] = []
+
+        def watch() -> None:
+            with harness.open() as other:
+                while not done.is_set():
+                    b = sum(1 for _ in orders(other, "b"))
+                    a = sum(1 for _ in orders(other, "a"))
+                    if a < 4 * b:
+                        wrong.append(f"{b} in b, and only {a} in a")
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        for n in range(20):
+            with Transaction(log, "p") as tx:
+                for m in range(4):
+                    tx.send("a", Order(f"u{m}", n))
+                tx.send("b", Order("x", n))
+        done.set()
+        thread.join(30)
+        assert not wrong
+
+    @pytest.mark.row("H19")
+    def test_a_rolled_back_transaction_leaves_nothing(self, log: Log) -> None:
+        create(log, "s")
+        with pytest.raises(ZeroDivisionError), Transaction(log, "p") as tx:
+            tx.send("s", Order("a", 1))
+            tx.save("k", b"v")
+            raise ZeroDivisionError
+        assert tx.state == "rolled back"
+        assert list(orders(log, "s")) == []
+        assert log.progress("k") is None
+
+    @pytest.mark.row("H19")
+    def test_a_transaction_that_is_dropped_never_happened(self, harness: Harness, log: Log) -> None:
+        create(log, "s")
+        with harness.open(transaction_memory_bytes_max=100) as channel:
+            tx = Transaction(channel, "p").__enter__()
+            for n in range(50):
+                tx.send("s", Order("a", n))
+        commit(log, "p", 5, "s", [99])
+        log.maintain()
+        assert [e.data.amount for e in orders(log, "s")] == [99]
+
+    @pytest.mark.row("H19")
+    def test_a_transaction_larger_than_its_memory_is_still_one(self, harness: Harness) -> None:
+        with harness.open(transaction_memory_bytes_max=2000) as log:
+            create(log, "s", partitions=2)
+            with Transaction(log, "p") as tx:
+                ids = [tx.send("s", Order(f"u{n % 3}", n)) for n in range(300)]
+                assert list(orders(log, "s")) == []
+            found = list(orders(log, "s"))
+            assert sorted(e.data.amount for e in found) == list(range(300))
+            assert {e.id for e in found} == set(ids)
+            for user in ("u0", "u1", "u2"):
+                amounts = [e.data.amount for e in found if e.data.user == user]
+                assert amounts == sorted(amounts)
+
+    def test_a_finished_transaction_takes_nothing_more(self, log: Log) -> None:
+        create(log, "s")
+        with Transaction(log, "p") as tx:
+            tx.send("s", Order("a", 1))
+        for step in (tx.commit, tx.roll_back, lambda: tx.send("s", Order("a", 2))):
+            with pytest.raises(TransactionStateError):
+                step()
+
+    # Promise 3: numbered commits and fencing
+
+    def test_committing_the_latest_name_again_changes_nothing(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        first = commit_as(log, holder, 4, "s", [1, 2])
+        again = commit_as(log, holder, 4, "s", [7, 8, 9])
+        assert again == msgspec.structs.replace(first, repeated=True)
+        assert [e.data.amount for e in orders(log, "s")] == [1, 2]
+        assert log.last_commit("p") == first
+
+    def test_the_outcome_is_found_by_the_next_holder(self, log: Log) -> None:
+        create(log, "s")
+        first = commit_as(log, log.hold("p"), 4, "s", [1])
+        again = commit_as(log, log.hold("p"), 4, "s", [1])
+        assert again == msgspec.structs.replace(first, repeated=True)
+
+    def test_an_older_sequence_is_refused_and_one_may_be_skipped(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        commit_as(log, holder, 4, "s", [1])
+        commit_as(log, holder, 9, "s", [2])
+        for old in (0, 4, 8):
+            with pytest.raises(SequenceError):
+                commit_as(log, holder, old, "s", [3])
+        assert [e.data.amount for e in orders(log, "s")] == [1, 2]
+
+    @pytest.mark.row("H1")
+    def test_opening_a_producer_fences_its_older_holder(self, harness: Harness, log: Log) -> None:
+        create(log, "s")
+        old = log.hold("p")
+        part = make_part(log, "s", [1])
+        piece = log.stage(old, 0, part)
+        with harness.open() as other:
+            new = other.hold("p")
+            assert new.epoch > old.epoch
+        for attempt in (
+            lambda: log.commit(old, 0, Commit(parts=[part])),
+            lambda: log.commit(old, 0, Commit(pieces=[piece])),
+            lambda: log.stage(old, 0, part),
+        ):
+            with pytest.raises(FencedError):
+                attempt()
+        with pytest.raises(PieceError):
+            log.commit(new, 0, Commit(pieces=[piece]))
+        commit_as(log, new, 0, "s", [2])
+        assert [e.data.amount for e in orders(log, "s")] == [2]
+
+    def test_two_producers_do_not_disturb_each_other(self, log: Log) -> None:
+        create(log, "s")
+        one, two = log.hold("one"), log.hold("two")
+        commit_as(log, one, 5, "s", [1])
+        commit_as(log, two, 1, "s", [2])
+        commit_as(log, one, 6, "s", [3])
+        assert [e.data.amount for e in orders(log, "s")] == [1, 2, 3]
+
+    # Promise 4: durability (the engine's own tests prove it under kill and loss of power)
+
+    @pytest.mark.row("H10")
+    @pytest.mark.parametrize("acks", ["write", "majority", "all"])
+    def test_every_kind_of_acks_commits(self, harness: Harness, log: Log, acks: str) -> None:
+        create(log, "s", acks=acks)
+        assert log.stream("s").spec.acks == acks
+        commit(log, "p", 0, "s", [1])
+        with harness.open() as other:
+            assert [e.data.amount for e in orders(other, "s")] == [1]
+
+    @pytest.mark.row("H10")
+    def test_what_was_acknowledged_survives_kill_9(self, harness: Harness, log: Log) -> None:
+        """A process is killed between COMMIT and the next word it could say."""
+        environment = {**os.environ, failpoints.ENVIRONMENT: "commit.committed=kill@25"}
+        command = [sys.executable, "-m", "penstock.testing.workload", harness.url, "--seed", "5"]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert judge(log, heard(done.stdout.splitlines()), seed=5) == []
+
+    # Promise 5: an unknown outcome is never called a failure
+
+    def test_a_commit_whose_outcome_is_unknown_can_be_tried_again(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        failpoints.arm("commit.committed", "raise")
+        try:
+            with pytest.raises(CommitOutcomeUnknownError, match="under the same name"):
+                commit_as(log, holder, 0, "s", [1])
+        finally:
+            failpoints.disarm()
+        again = commit_as(log, holder, 0, "s", [1])
+        assert again.repeated
+        assert [e.data.amount for e in orders(log, "s")] == [1]
+
+    def test_a_transaction_of_unknown_outcome_is_committed_again(self, log: Log) -> None:
+        create(log, "s")
+        with pytest.raises(CommitOutcomeUnknownError), Transaction(log, "p") as tx:
+            tx.send("s", Order("a", 1))
+            failpoints.arm("commit.committed", "raise")
+        failpoints.disarm()
+        assert tx.state == "unknown"
+        with pytest.raises(TransactionStateError, match="commit again"):
+            tx.roll_back()
+        assert tx.commit().repeated
+        assert [e.data.amount for e in orders(log, "s")] == [1]
+
+    # Promise 6: progress
+
+    def test_progress_is_saved_with_the_commit_and_never_stale(
+        self, harness: Harness, log: Log
+    ) -> None:
+        create(log, "s")
+        old = log.hold("p")
+        log.commit(old, 0, Commit(progress={"a/1": b"x", "a/2": b"y", "b": b"z"}))
+        with harness.open() as other:
+            new = other.hold("p")
+            assert other.progress("a/1") == b"x"
+            other.commit(new, 1, Commit(progress={"a/1": b"new", "a/2": None}))
+        assert log.progress("a/1") == b"new"
+        assert log.progress("a/2") is None
+        assert log.progress_items("a/") == {"a/1": b"new"}
+        with pytest.raises(FencedError):
+            log.commit(old, 2, Commit(progress={"a/1": b"late"}))
+        assert log.progress("a/1") == b"new"
+
+    def test_a_refused_commit_saves_no_progress(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        commit_as(log, holder, 3, "s", [1])
+        with pytest.raises(SequenceError):
+            log.commit(holder, 2, Commit(progress={"k": b"v"}))
+        assert log.progress("k") is None
+
+    # Threads
+
+    @pytest.mark.row("H14")
+    def test_many_threads_commit_at_once(self, log: Log) -> None:
+        create(log, "s")
+
+        def work(number: int) -> None:
+            holder = log.hold(f"p{number}")
+            for n in range(10):
+                commit_as(log, holder, n, "s", [number * 100 + n])
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        amounts = [e.data.amount for e in orders(log, "s")]
+        assert sorted(amounts) == sorted(p * 100 + n for p in range(16) for n in range(10))
+        for p in range(16):
+            mine = [a for a in amounts if a // 100 == p]
+            assert mine == sorted(mine)
+
+    def test_a_failing_commit_does_not_harm_its_neighbours(self, log: Log) -> None:
+        create(log, "s")
+        fenced, good = log.hold("p"), log.hold("q")
+        log.hold("p")
+        failed: list[Exception] = []
+
+        def bad() -> None:
+            for n in range(30):
+                try:
+                    commit_as(log, fenced, n, "s", [1000 + n])
+                except FencedError as error:
+                    failed.append(error)
+
+        thread = threading.Thread(target=bad)
+        thread.start()
+        for n in range(30):
+            commit_as(log, good, n, "s", [n])
+        thread.join(60)
+        assert len(failed) == 30
+        assert [e.data.amount for e in orders(log, "s")] == list(range(30))

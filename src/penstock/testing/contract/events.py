@@ -1,0 +1,280 @@
+"""Events: keys, ids, envelopes and records, and what is refused."""
+
+from __future__ import annotations
+
+import datetime as dt
+import zlib
+
+import pyarrow as pa
+import pytest
+
+from penstock.errors import (
+    EvolutionError,
+    LimitError,
+    RecordError,
+    UnknownObjectError,
+    UsageError,
+)
+from penstock.log.api import Commit, Log
+from penstock.log.objects import (
+    AlterStream,
+    CreateStream,
+    GrowStream,
+    declare,
+)
+from penstock.log.read import read_events
+from penstock.log.table import Table
+from penstock.log.transaction import Transaction
+from penstock.producer import Producer, ProducerOptions
+from penstock.records.event import Event
+from penstock.records.schema import Record
+from penstock.testing.contract.setting import (
+    Harness,
+    OnEngine,
+    Order,
+    create,
+    make_part,
+    orders,
+)
+
+
+class Events(OnEngine):
+    # Promise 7: keys and partitions
+
+    @pytest.mark.row("H14")
+    @pytest.mark.parametrize("kind", ["str", "int", "bytes"])
+    def test_the_key_decides_the_partition(self, log: Log, kind: str) -> None:
+        log.apply([CreateStream(declare("s", partitions=4))])
+        keys: dict[str, list[str | int | bytes]] = {
+            "str": ["", "ada", "bob", "straße"][1:],
+            "int": [0, 7, -3, 2**40],
+            "bytes": [b"\x00\xff", b"abc"],
+        }[kind]  # type: ignore[assignment]
+        with Producer(log) as producer:
+            for key in keys:
+                raw = key if isinstance(key, bytes) else str(key).encode()
+                place = producer.send("s", {"k": 1}, key=key).result()
+                assert place.partition == zlib.crc32(raw) % 4
+                event = next(
+                    e for e in read_events(log, "s") if (e.partition, e.offset) == place[:2]
+                )
+                assert event.key == raw
+
+    def test_events_without_a_key_are_spread(self, log: Log) -> None:
+        log.apply([CreateStream(declare("s", partitions=4))])
+        with Producer(log) as producer:
+            places = [producer.send("s", {"n": n}).result() for n in range(40)]
+        assert len({place.partition for place in places}) == 4
+
+    def test_columns_and_single_events_go_to_the_same_partitions(self, log: Log) -> None:
+        create(log, "s", partitions=5)
+        users = [f"u{n}" for n in range(50)]
+        with Producer(log) as producer:
+            singles = {u: producer.send("s", Order(u, 0)).result().partition for u in users}
+            batch = pa.table({"user": users, "amount": [1] * 50})
+            producer.append("s", batch).result()
+        for event in orders(log, "s"):
+            assert event.partition == singles[event.data.user]
+
+    # Promise 9: ids before the commit, offsets after
+
+    @pytest.mark.row("H19")
+    def test_ids_are_known_before_the_commit(self, log: Log) -> None:
+        create(log, "s", partitions=3)
+        with Transaction(log, "p") as tx:
+            ids = [tx.send("s", Order(f"u{n}", n)) for n in range(5)]
+            table = pa.table({"user": [f"u{n}" for n in range(5, 50)], "amount": range(5, 50)})
+            ids += tx.append("s", table).to_pylist()
+        assert len(set(ids)) == 50
+        assert {e.data.amount: e.id for e in orders(log, "s")} == dict(enumerate(ids))
+
+    def test_ids_of_different_writers_differ(self, log: Log) -> None:
+        create(log, "s")
+        for n in range(5):
+            with Transaction(log) as tx:
+                tx.send("s", Order("a", n))
+        assert len({e.id for e in orders(log, "s")}) == 5
+
+    # Promise 10: ids from the producer
+
+    @pytest.mark.row("H15")
+    def test_an_id_that_the_stream_holds_is_a_no_op(self, log: Log) -> None:
+        create(log, "s", ids="producer", key=None)
+        assert log.stream("s").partitions == 1
+        with Producer(log) as producer:
+            places = [producer.send("s", Order("a", n), id=n).result() for n in (5, 1, 3, 1, 5, 2)]
+        assert [place.duplicate for place in places] == [False, False, False, True, True, False]
+        with Transaction(log, "other") as tx:
+            for n in (1, 2, 3, 4, 5, 6):
+                tx.send("s", Order("b", n), id=n)
+        assert [(e.id, e.data.user) for e in orders(log, "s")] == [
+            ("5", "a"), ("1", "a"), ("3", "a"), ("2", "a"), ("4", "b"), ("6", "b"),
+        ]  # fmt: skip
+
+    @pytest.mark.row("H15")
+    def test_ids_may_be_text_and_repeat_within_a_commit(self, log: Log) -> None:
+        create(log, "s", ids="producer", key=None)
+        with Producer(log, ProducerOptions(batch_delay_ms=50)) as producer:
+            futures = [
+                producer.send("s", Order("a", n), id=id_)
+                for n, id_ in enumerate(["x", "y", "x", "007", "7", "x"])
+            ]
+            offsets = [future.result().offset for future in futures]
+        assert offsets == [0, 1, None, 2, 3, None]
+
+    @pytest.mark.row("H15")
+    def test_staged_events_are_compared_too(self, log: Log) -> None:
+        create(log, "s", ids="producer", key=None)
+        holder = log.hold("p")
+        piece = log.stage(holder, 0, make_part(log, "s", [1, 2, 3], ids=[1, 2, 3]))
+        done = log.commit(holder, 0, Commit(pieces=[piece]))
+        assert done.placements[0].dropped == ()
+        piece = log.stage(holder, 1, make_part(log, "s", [2, 4, 3], ids=[2, 4, 3]))
+        done = log.commit(holder, 1, Commit(pieces=[piece]))
+        assert done.placements[0].dropped == (0, 2)
+        assert [e.data.amount for e in orders(log, "s")] == [1, 2, 3, 4]
+
+    @pytest.mark.row("H15")
+    def test_a_producer_id_stream_has_one_partition(self, log: Log) -> None:
+        with pytest.raises(UsageError, match="one partition"):
+            create(log, "s", ids="producer", partitions=2)
+        create(log, "s", ids="producer")
+        with pytest.raises(UsageError, match="one partition"):
+            log.apply([GrowStream("s", 2)])
+        with Transaction(log, "p") as tx, pytest.raises(UsageError, match="give every event an id"):
+            tx.send("s", Order("a", 1))
+
+    # Records and their evolution
+
+    @pytest.mark.row("H12")
+    def test_an_event_keeps_its_envelope(self, log: Log) -> None:
+        create(log, "s", key=None)
+        at = dt.datetime(2020, 2, 3, 4, 5, 6, 789, tzinfo=dt.UTC)
+        with Producer(log, ProducerOptions(client_id="tests/one")) as producer:
+            producer.send(
+                "s", Order("a", 1), key="k", id="my-id", time=at, type="order.placed",
+                headers={"traceparent": "00-abc"},
+            ).result()  # fmt: skip
+            producer.send("s", Order("b", 2)).result()
+        first, second = orders(log, "s")
+        assert first == Event(
+            data=Order("a", 1), key=b"k", id="my-id", time=at, type="order.placed",
+            source="tests/one", headers={"traceparent": "00-abc"}, stream="s", partition=0,
+            offset=first.offset,
+        )  # fmt: skip
+        assert (second.key, second.type, second.source) == (None, "Order", "tests/one")
+        assert abs(second.time - dt.datetime.now(dt.UTC)) < dt.timedelta(minutes=5)
+
+    def test_an_optional_field_may_be_added(self, log: Log) -> None:
+        class Old(Record):
+            user: str
+            amount: int
+
+        log.apply([CreateStream(declare("s", Old, key="user", table=True))])
+        with Transaction(log, "p") as tx:
+            tx.send("s", Old("a", 1))
+        with Transaction(log, "p") as tx, pytest.raises(RecordError, match="does not have yet"):
+            tx.send("s", Order("a", 2, "x"))
+        log.apply([AlterStream(declare("s", Order, key="user", table=True))])
+        with Transaction(log, "p") as tx:
+            tx.send("s", Order("b", 2, "x"))
+            tx.send("s", Old("c", 3))
+        assert [e.data for e in orders(log, "s")] == [
+            Order("a", 1), Order("b", 2, "x"), Order("c", 3),
+        ]  # fmt: skip
+        assert Table(log, "s", Order).get("a") == Order("a", 1)
+        assert Table(log, "s", Order).get("b") == Order("b", 2, "x")
+        assert len(log.stream("s").records) == 2
+
+    def test_other_changes_of_a_record_are_refused(self, log: Log) -> None:
+        create(log, "s")
+
+        class NoNote(Record):
+            user: str
+            amount: int
+
+        class TextAmount(Record):
+            user: str
+            amount: str
+            note: str | None = None
+
+        for record, reason in ((NoNote, "note was removed"), (TextAmount, "int to str")):
+            with pytest.raises(EvolutionError, match=reason):
+                log.apply([AlterStream(declare("s", record, key="user"))])
+        for setting in ({"table": True}, {"ids": "producer"}):
+            with pytest.raises(EvolutionError, match="cannot change"):
+                log.apply([AlterStream(declare("s", Order, key="user", **setting))])
+
+    def test_untyped_streams_hold_json_or_bytes(self, log: Log) -> None:
+        log.apply([CreateStream(declare("j")), CreateStream(declare("b", content="bytes"))])
+        values = [None, True, 1, 1.5, "x", [1, {"a": []}], {"k": {"n": None}}][1:]
+        with Producer(log) as producer:
+            for value in values:
+                producer.send("j", value)
+            producer.send("b", b"\x00\xff")
+            with pytest.raises(RecordError, match="holds bytes"):
+                producer.send("b", "text")
+            with pytest.raises(RecordError, match="holds JSON"):
+                producer.send("j", object())
+        assert [e.data for e in read_events(log, "j")] == values
+        assert [e.data for e in read_events(log, "b")] == [b"\x00\xff"]
+
+    # Bad input changes nothing
+
+    def test_bad_events_are_refused_and_nothing_is_written(self, harness: Harness) -> None:
+        with harness.open(event_bytes_max=1000, key_bytes_max=20) as log:
+            create(log, "s", key=None)
+            with Producer(log) as producer:
+                for wrong, error, match in (
+                    (lambda: producer.send("nope", 1), UnknownObjectError, "no stream nope"),
+                    (lambda: producer.send("s", 1), RecordError, "holds Order"),
+                    (lambda: producer.send("s", Order(3, 1)), RecordError, r"\$\.user"),  # type: ignore[arg-type]
+                    (lambda: producer.send("s", {"user": "a"}), RecordError, "amount"),
+                    (lambda: producer.send("s", Order("a", 2**70)), RecordError, "Order"),
+                    (lambda: producer.send("s", Order("x" * 2000, 1)), LimitError, "event_bytes"),
+                    (
+                        lambda: producer.send("s", Order("a", 1), key="k" * 21),
+                        LimitError,
+                        "key_bytes_max",
+                    ),
+                    (lambda: producer.send("s", Order("a", 1), key=""), UsageError, "empty"),
+                    (lambda: producer.send("s", Order("a", 1), key=1.5), RecordError, "key"),  # type: ignore[arg-type]
+                    (
+                        lambda: producer.send("s", Order("a", 1), headers={"Bad-Name": "x"}),
+                        RecordError,
+                        "header",
+                    ),
+                    (lambda: producer.send("s", None), RecordError, "not a table"),
+                    (
+                        lambda: producer.append("s", pa.table({"user": ["a"]})),
+                        RecordError,
+                        "amount",
+                    ),
+                    (
+                        lambda: producer.append("s", pa.table({"user": ["a"], "amount": ["x"]})),
+                        RecordError,
+                        "amount",
+                    ),
+                    (
+                        lambda: producer.append("s", pa.table({"user": [None], "amount": [1]})),
+                        RecordError,
+                        "user",
+                    ),
+                    (
+                        lambda: producer.append(
+                            "s", pa.table({"user": ["a" * 2000] * 3, "amount": [1] * 3})
+                        ),
+                        LimitError,
+                        "row 0",
+                    ),
+                    (
+                        lambda: producer.append(
+                            "s", pa.table({"user": ["a"], "amount": [1], "_offset": [1]})
+                        ),
+                        RecordError,
+                        "_offset",
+                    ),
+                ):
+                    with pytest.raises(error, match=match):
+                        wrong()
+            assert list(orders(log, "s")) == []

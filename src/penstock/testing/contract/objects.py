@@ -1,0 +1,145 @@
+"""Namespaces and streams: declared, changed, dropped, and noted as events."""
+
+from __future__ import annotations
+
+import zlib
+
+import pyarrow as pa
+import pytest
+
+from penstock.errors import (
+    BadNameError,
+    EvolutionError,
+    LimitError,
+    ObjectExistsError,
+    UnknownObjectError,
+    UsageError,
+)
+from penstock.log.api import Commit, Log, Part
+from penstock.log.objects import (
+    AlterStream,
+    CreateNamespace,
+    CreateStream,
+    DropNamespace,
+    DropStream,
+    GrowStream,
+    declare,
+)
+from penstock.log.read import read_events
+from penstock.producer import Producer
+from penstock.testing.contract.setting import (
+    Harness,
+    OnEngine,
+    Order,
+    commit_as,
+    create,
+    orders,
+)
+
+
+class Objects(OnEngine):
+    # Objects
+
+    @pytest.mark.row("H5")
+    def test_namespaces(self, log: Log) -> None:
+        assert log.namespaces() == ["_system", "default"]
+        log.apply([CreateNamespace("shop"), CreateStream(declare("shop.orders", Order))])
+        assert log.stream("shop.orders").name == ("shop", "orders")
+        with pytest.raises(UnknownObjectError):
+            log.stream("orders")
+        with pytest.raises(ObjectExistsError):
+            log.apply([CreateNamespace("shop")])
+        with pytest.raises(UsageError, match="still holds orders"):
+            log.apply([DropNamespace("shop")])
+        log.apply([DropStream("shop.orders"), DropNamespace("shop")])
+        assert log.namespaces() == ["_system", "default"]
+        for kept in ("default", "_system"):
+            with pytest.raises(UsageError, match="cannot be removed"):
+                log.apply([DropNamespace(kept)])
+        with pytest.raises(UnknownObjectError, match="no namespace"):
+            log.apply([CreateStream(declare("nowhere.orders"))])
+
+    @pytest.mark.row("H5")
+    @pytest.mark.parametrize(
+        "name",
+        ["", "a.b.c", ".a", "a.", "-a", "_a", "a b", "a/b", "é", "x" * 101, "y" * 101 + ".a"],
+    )
+    def test_bad_names_are_refused(self, log: Log, name: str) -> None:
+        with pytest.raises(BadNameError):
+            log.apply([CreateStream(declare(name))])
+        with pytest.raises(BadNameError):
+            log.apply([CreateNamespace(name)])
+        assert [str(s.name) for s in log.streams() if s.name.namespace != "_system"] == []
+
+    @pytest.mark.row("H5")
+    def test_partitions_only_grow(self, harness: Harness, log: Log) -> None:
+        with harness.open(partitions=3, replication=1) as configured:
+            create(configured, "s")
+        assert log.stream("s").partitions == 3
+        log.apply([GrowStream("s", 5)])
+        assert log.stream("s").grown == (3, 5)
+        assert set(log.offsets("s")) == set(range(5))
+        for wrong in (5, 4, 0):
+            with pytest.raises(UsageError):
+                log.apply([GrowStream("s", wrong)])
+        with pytest.raises(EvolutionError, match="only grow"):
+            log.apply([AlterStream(declare("s", Order, key="user", partitions=2))])
+        with pytest.raises(LimitError, match="partitions_max"):
+            log.apply([GrowStream("s", 10**7)])
+
+    def test_growing_while_a_producer_writes(self, log: Log) -> None:
+        create(log, "s", partitions=1)
+        with Producer(log) as producer:
+            before = producer.send("s", Order("b", 0)).result()
+            log.apply([GrowStream("s", 8)])
+            after = [producer.send("s", Order(f"u{n}", n)).result() for n in range(1, 30)]
+        assert before.partition == 0
+        assert {place.partition for place in after} == {
+            zlib.crc32(f"u{n}".encode()) % 8 for n in range(1, 30)
+        }
+
+    @pytest.mark.row("H7")
+    def test_every_change_of_an_object_is_an_event(self, log: Log) -> None:
+        log.apply([CreateNamespace("shop")])
+        create(log, "s")
+        log.apply([GrowStream("s", 2)])
+        log.apply([AlterStream(declare("s", Order, key="user", retention_ms=1000))])
+        log.apply([DropStream("s"), DropNamespace("shop")])
+        with pytest.raises(UsageError):
+            log.apply([CreateStream(declare("t")), DropStream("unknown")])
+        found = [e.data for e in read_events(log, "_system.objects")]
+        assert [getattr(change, "action", "") for change in found] == [
+            "create namespace", "create stream", "grow stream", "alter stream", "drop stream",
+            "drop namespace",
+        ]  # fmt: skip
+        assert [str(s.name) for s in log.streams()] == ["_system.metrics", "_system.objects"]
+
+    def test_changes_are_applied_as_one(self, log: Log) -> None:
+        with pytest.raises(UsageError):
+            log.apply([CreateStream(declare("a")), CreateStream(declare("b", key="", ids="bad"))])
+        with pytest.raises(ObjectExistsError):
+            log.apply([CreateStream(declare("a")), CreateStream(declare("a"))])
+        with pytest.raises(UnknownObjectError):
+            log.stream("a")
+
+    def test_a_dropped_stream_is_gone_and_its_name_free(self, log: Log) -> None:
+        create(log, "s", table=True)
+        holder = log.hold("p")
+        commit_as(log, holder, 0, "s", [1])
+        old = log.stream("s").id
+        log.apply([DropStream("s")])
+        with pytest.raises(UnknownObjectError, match="no stream s"):
+            log.stream("s")
+        with pytest.raises(UnknownObjectError):
+            log.commit(holder, 1, Commit(parts=[Part("s", pa.record_batch({"x": [1]}))]))
+        create(log, "s", table=True)
+        assert log.stream("s").id != old
+        assert list(orders(log, "s")) == []
+        assert log.get("s", [b"u1"]) == [None]
+
+    @pytest.mark.parametrize("name", ["_system.objects", "_system.metrics"])
+    def test_the_systems_streams_are_its_own(self, log: Log, name: str) -> None:
+        with pytest.raises(BadNameError):
+            log.apply([DropStream(name)])
+        with Producer(log) as producer, pytest.raises(BadNameError):
+            producer.send(name, {})

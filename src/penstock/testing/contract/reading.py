@@ -1,0 +1,132 @@
+"""Reading: order, places to start, following, and batches of Arrow."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import threading
+from collections import Counter
+
+import pyarrow as pa
+
+from penstock.log.api import Log
+from penstock.log.objects import (
+    GrowStream,
+)
+from penstock.log.read import read_batches
+from penstock.log.transaction import Transaction
+from penstock.producer import Producer
+from penstock.testing.contract.setting import (
+    Harness,
+    OnEngine,
+    Order,
+    commit,
+    create,
+    orders,
+    wait_for_clock_after,
+)
+
+
+class Reading(OnEngine):
+    # Promise 1: order
+
+    def test_offsets_grow_and_every_event_is_read_once_in_order(self, log: Log) -> None:
+        create(log, "s", partitions=3)
+        with Producer(log) as producer:
+            for n in range(200):
+                producer.send("s", Order(f"u{n % 7}", n))
+                if n % 50 == 0:
+                    producer.flush()
+        seen = Counter(event.data.amount for event in orders(log, "s"))
+        assert seen == Counter(range(200))
+        for partition in range(3):
+            found = list(orders(log, "s", partitions=[partition]))
+            offsets = [event.offset for event in found]
+            assert offsets == sorted(set(offsets))
+            for _, of_user in itertools.groupby(
+                sorted(found, key=lambda e: e.data.user), key=lambda e: e.data.user
+            ):
+                amounts = [event.data.amount for event in of_user]
+                assert amounts == sorted(amounts)
+
+    def test_reading_can_start_and_stop_at_any_offset(self, log: Log) -> None:
+        create(log, "s")
+        commit(log, "p", 0, "s", range(10))
+        commit(log, "p", 1, "s", range(10, 20))
+        found = [event.data for batch in log.read("s", 0, 7, 14) for event in batch.events(Order)]
+        assert [order.amount for order in found if isinstance(order, Order)] == list(range(7, 14))
+
+    def test_reading_starts_at_a_time_of_append(self, log: Log) -> None:
+        create(log, "s")
+        first = commit(log, "p", 0, "s", [0, 1])
+        wait_for_clock_after(first.time)
+        second = commit(log, "p", 1, "s", [2, 3])
+        assert [e.data.amount for e in orders(log, "s", start=second.time)] == [2, 3]
+        assert [e.data.amount for e in orders(log, "s", start=first.time)] == [0, 1, 2, 3]
+        later = second.time + dt.timedelta(hours=1)
+        assert log.offset_at("s", 0, later) == log.offsets("s")[0].next
+
+    def test_events_of_one_key_can_be_read_also_across_a_growth(self, log: Log) -> None:
+        create(log, "s", partitions=2)
+        with Producer(log) as producer:
+            for n in range(40):
+                producer.send("s", Order(f"u{n % 8}", n))
+        log.apply([GrowStream("s", 5)])
+        with Producer(log) as producer:
+            for n in range(40, 80):
+                producer.send("s", Order(f"u{n % 8}", n))
+        for user in range(8):
+            amounts = [e.data.amount for e in orders(log, "s", key=f"u{user}")]
+            assert sorted(amounts) == [n for n in range(80) if n % 8 == user]
+
+    def test_following_is_told_of_new_events(self, harness: Harness, log: Log) -> None:
+        create(log, "s")
+        stop = threading.Event()
+        got: list[int] = []
+        all_there = threading.Event()
+
+        def follow() -> None:
+            with harness.open() as other:
+                for event in orders(other, "s", follow=True, stop=stop):
+                    got.append(event.data.amount)
+                    if len(got) == 30:
+                        all_there.set()
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        for n in range(30):
+            commit(log, "p", n, "s", [n])
+        assert all_there.wait(30)
+        stop.set()
+        commit(log, "p", 30, "s", [30])
+        thread.join(30)
+        assert not thread.is_alive()
+        assert got[:30] == list(range(30))
+
+    def test_waiting_ends_at_its_timeout(self, log: Log) -> None:
+        create(log, "s")
+        assert log.wait("s", {0: 0}, 0.05) is False
+        commit(log, "p", 0, "s", [1])
+        assert log.wait("s", {0: 0}, 5) is True
+        assert log.wait("s", {0: log.offsets("s")[0].next}, 0.05) is False
+
+    # Promise 8: Arrow and bounded memory
+
+    def test_reading_gives_bounded_batches_of_arrow(self, harness: Harness) -> None:
+        with harness.open(batch_rows_max=1000) as log:
+            create(log, "s")
+            table = pa.table({"user": ["a"] * 5500, "amount": list(range(5500))})
+            with Transaction(log, "p") as tx:
+                tx.append("s", table)
+            batches = list(read_batches(log, "s"))
+            assert max(len(batch) for batch in batches) <= 1000
+            columns = [batch.to_arrow() for batch in batches]
+            whole = pa.Table.from_batches(columns)
+            assert whole["amount"].to_pylist() == list(range(5500))
+            assert whole.schema.names == [
+                "user", "amount", "note", "_key", "_time", "_id", "_type", "_source",
+                "_headers", "_partition", "_offset",
+            ]  # fmt: skip
+            assert len(set(whole["_id"].to_pylist())) == 5500
+            some = batches[0].to_arrow(["_offset", "amount"])
+            assert some.schema.names == ["_offset", "amount"]

@@ -1,0 +1,120 @@
+"""Upkeep: retention, merging and verifying, beside readers and writers."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from penstock.errors import (
+    DamagedError,
+    OffsetGoneError,
+)
+from penstock.log.api import Log
+from penstock.producer import Producer
+from penstock.testing.contract.setting import (
+    Harness,
+    OnEngine,
+    Order,
+    batch_time,
+    by_place,
+    commit,
+    commit_as,
+    create,
+    orders,
+    wait_for_clock_after,
+)
+
+
+class Upkeep(OnEngine):
+    # Retention
+
+    def test_retention_by_time_removes_old_events(self, log: Log) -> None:
+        create(log, "s", retention_ms=1)
+        done = commit(log, "p", 0, "s", [1, 2])
+        wait_for_clock_after(done.time + dt.timedelta(milliseconds=5))
+        log.maintain()
+        bounds = log.offsets("s")[0]
+        assert bounds.first == bounds.next
+        with pytest.raises(OffsetGoneError) as gone:
+            list(log.read("s", 0, 0))
+        assert gone.value.earliest == bounds.first
+        again = commit(log, "p", 1, "s", [3])
+        assert again.placements[0].ranges[0][1] >= bounds.next
+
+    def test_retention_by_size_keeps_the_newest(self, harness: Harness) -> None:
+        with harness.open(batch_rows_max=100) as log:
+            create(log, "s", retention_bytes=6000)
+            holder = log.hold("p")
+            for n in range(30):
+                commit_as(log, holder, n, "s", range(n * 50, n * 50 + 50))
+            log.maintain()
+            amounts = [e.data.amount for e in orders(log, "s")]
+            assert 0 < len(amounts) < 1500
+            assert amounts == list(range(1500 - len(amounts), 1500))
+            with pytest.raises(OffsetGoneError):
+                list(log.read("s", 0, 0))
+
+    # Merging small batches
+
+    def test_merging_changes_nothing_that_a_reader_sees(self, harness: Harness, log: Log) -> None:
+        create(log, "s", partitions=2)
+        create(log, "t", table=True)
+        with Producer(log) as producer:
+            for n in range(150):
+                producer.send("s", Order(f"u{n % 5}", n), headers={"n": str(n)} if n % 3 else None)
+                producer.send("t", Order(f"u{n % 5}", n)).result()
+                if n % 10 == 9:
+                    producer.send("t", None, key="u1").result()
+        before = [list(by_place(log, "s")), list(by_place(log, "t"))]
+        times = [log.offset_at("t", 0, batch_time(log, n)) for n in (10, 80)]
+        assert log.maintain().batches_merged > 0
+        with harness.open() as other:
+            assert [list(by_place(other, "s")), list(by_place(other, "t"))] == before
+            assert [other.offset_at("t", 0, batch_time(log, n)) for n in (10, 80)] == times
+            middle = [e.offset for e in orders(other, "t", start=70)]
+            assert middle == list(range(70, 165))
+
+    def test_upkeep_runs_beside_readers_and_writers(self, harness: Harness, log: Log) -> None:
+        create(log, "s")
+        stop = threading.Event()
+        errors: list[BaseException] = []
+
+        def guarded(work: Callable[[Log], object]) -> threading.Thread:
+            def run() -> None:
+                try:
+                    with harness.open() as other:
+                        while not stop.is_set():
+                            work(other)
+                except BaseException as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        def read_all(other: Log) -> None:
+            amounts = [e.data.amount for e in orders(other, "s")]
+            assert amounts == list(range(len(amounts)))
+
+        threads = [guarded(read_all), guarded(lambda other: other.maintain())]
+        holder = log.hold("p")
+        for n in range(300):
+            commit_as(log, holder, n, "s", [n])
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        assert not errors
+        assert [e.data.amount for e in orders(log, "s")] == list(range(300))
+
+    # Verify
+
+    def test_a_healthy_log_verifies(self, log: Log) -> None:
+        create(log, "s", partitions=2)
+        commit(log, "p", 0, "s", range(100))
+        calls: list[tuple[int, int]] = []
+        assert list(log.verify(lambda done, total: calls.append((done, total)))) == []
+        assert calls[-1][0] == calls[-1][1]
+        assert DamagedError.code == "damaged"
