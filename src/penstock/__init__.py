@@ -29,7 +29,7 @@ from penstock.log.objects import (
     StreamSpec,
     declare,
 )
-from penstock.log.read import ReadOptions, read_batches, read_events
+from penstock.log.read import ReadOptions, read_batches, read_changes, read_events
 from penstock.log.table import Table
 from penstock.log.transaction import Transaction
 from penstock.producer import Place, Producer, ProducerOptions
@@ -67,5 +67,6 @@ __all__ = [
     "declare",
     "open",
     "read_batches",
+    "read_changes",
     "read_events",
 ]

@@ -20,7 +20,7 @@ class EmbeddedHarness:
         return str(self._path)
 
     def open(self, **options: str | int | bool) -> Log:
-        return open_log(self._path, upkeep_interval_ms=0, **options)
+        return open_log(self._path, create=True, upkeep_interval_ms=0, **options)
 
 
 class TestEmbedded(LogContract):

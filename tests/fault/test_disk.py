@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_on(path: Path, **options: str | int) -> Log:
-    return open_log(path, vfs="faulty", upkeep_interval_ms=0, **options)
+    return open_log(path, create=True, vfs="faulty", upkeep_interval_ms=0, **options)
 
 
 def amounts(path: Path) -> list[int]:
@@ -166,7 +166,7 @@ def test_acks_write_does_not_wait_for_the_disk(disk: FaultyVfs, path: Path) -> N
         create(log, "fast", acks="write")
         create(log, "safe")
         holder = log.hold("p")
-        syncs = {}
+        syncs: dict[str, list[int]] = {}
         for n, stream in enumerate(("fast", "safe", "fast", "safe")):
             disk.syncs.clear()
             commit_as(log, holder, n, stream, [n])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import penstock
-from conftest import Runner
 from penstock import failpoints
+from tests.fault.runner import Runner
 
 COMMITS = 30
 

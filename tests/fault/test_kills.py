@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from conftest import Runner
 from penstock.log import open_log
 from penstock.log.api import Commit
 from penstock.testing.faults import Fault
+from tests.fault.runner import Runner
 
 
 def kill_after_words(process: subprocess.Popen[str], runner: Runner, words: int) -> None:

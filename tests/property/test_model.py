@@ -43,5 +43,5 @@ LongMachine.TestCase.settings = settings(QUICK, max_examples=2000, stateful_step
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-class TestLongModel(LongMachine.TestCase):  # type: ignore[name-defined, misc, valid-type]
+class TestLongModel(LongMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = LongMachine.TestCase.settings

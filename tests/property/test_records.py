@@ -107,9 +107,9 @@ def values_of(type_: Type) -> st.SearchStrategy[object]:
         case ListOf(item=item):
             return st.lists(values_of(item), max_size=3)
         case SetOf(item=item):
-            return st.sets(values_of(item), max_size=3)  # type: ignore[type-var]
+            return st.sets(values_of(item), max_size=3)
         case DictOf(key=key, value=value):
-            return st.dictionaries(values_of(key), values_of(value), max_size=3)  # type: ignore[type-var]
+            return st.dictionaries(values_of(key), values_of(value), max_size=3)
         case Maybe(of=of):
             return st.none() | values_of(of)
         case Schema(fields=fields):
@@ -135,7 +135,7 @@ def test_any_record_survives_arrow(case: tuple[Schema, list[Record]]) -> None:
     assert batch.schema.types == [arrow_type(field.type) for field in schema.fields]
     assert codec.from_arrow(batch) == found
     for compression in ("none", "lz4", "zstd"):
-        stored = decode_blob(encode_blob(batch, compression))  # type: ignore[arg-type]
+        stored = decode_blob(encode_blob(batch, compression))
         assert codec.from_arrow(stored) == found
     assert conform(batch, schema).equals(batch)
 

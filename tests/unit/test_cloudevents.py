@@ -80,7 +80,8 @@ def test_wrong_events_are_refused(change: dict[str, object], match: str) -> None
 
 
 def test_other_shapes_are_refused() -> None:
-    for body in ([], "x", None):
+    shapes: list[object] = [[], "x", None]
+    for body in shapes:
         with pytest.raises(RecordError, match="JSON object"):
             from_structured(body)
     with pytest.raises(RecordError, match="JSON array"):

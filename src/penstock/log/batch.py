@@ -37,7 +37,6 @@ from penstock.records.event import (
 from penstock.records.schema import Record
 
 Compression = Literal["none", "lz4", "zstd"]
-Buffer = bytes | memoryview
 
 
 def check_compression(name: str) -> None:
@@ -55,12 +54,12 @@ def encode_blob(batch: pa.RecordBatch, compression: Compression) -> bytes:
     return bytes(sink.getvalue())
 
 
-def decode_blob(blob: Buffer) -> pa.RecordBatch:
+def decode_blob(blob: bytes | pa.Buffer) -> pa.RecordBatch:
     """The batch of a blob; raises `pa.ArrowException` if it is not one."""
     return pa.ipc.open_stream(pa.py_buffer(blob)).read_next_batch()
 
 
-def checksum(blob: Buffer) -> int:
+def checksum(blob: bytes | pa.Buffer) -> int:
     """64 bits, as the signed integer that SQLite stores."""
     return xxhash.xxh3_64_intdigest(blob) - 2**63
 

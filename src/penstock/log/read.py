@@ -81,12 +81,31 @@ def read_events(
     record: type[R] | None = None,
     options: ReadOptions = ReadOptions(),
 ) -> Iterator[Event[R]] | Iterator[Event[object]]:
-    """Events one by one; `data` is a record of the class given, or what the stream holds."""
+    """Events one by one; `data` is a record of the class given, or what the stream holds.
+
+    Raises `UsageError` for a table's changelog read with a class: some of its events have no
+    data, which `read_changes` says in its type.
+    """
+    if record is not None and log.stream(stream).spec.table:
+        raise UsageError(f"stream {stream} is a table's changelog: use read_changes")
+    return cast(Iterator[Event[R]], _events(log, stream, record, options))
+
+
+def read_changes(
+    log: Log, stream: str, record: type[R], options: ReadOptions = ReadOptions()
+) -> Iterator[Event[R | None]]:
+    """Events of a table's changelog one by one; `data` is `None` where an entry was deleted."""
+    return cast(Iterator[Event[R | None]], _events(log, stream, record, options))
+
+
+def _events(
+    log: Log, stream: str, record: type[Record] | None, options: ReadOptions
+) -> Iterator[Event[object]]:
     if record is not None:
         check_class_fits(log.stream(stream), record)
     key = key_bytes(options.key)
     for batch in read_batches(log, stream, options):
-        yield from cast(Iterator[Event[R]], batch.events(record, key))
+        yield from batch.events(record, key)
 
 
 def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:

@@ -46,13 +46,12 @@ class Fault(msgspec.Struct):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.failure == "full":
             raise apsw.FullError("the disk is full (injected)")
-        error = apsw.IOError("disk I/O error (injected)")
-        error.extendedresult = {
+        code = {
             "read": apsw.SQLITE_IOERR_READ,
             "write": apsw.SQLITE_IOERR_WRITE,
             "sync": apsw.SQLITE_IOERR_FSYNC,
         }[self.operation]
-        raise error
+        raise apsw.exception_for(code)
 
 
 class FaultyVfs(apsw.VFS):

@@ -18,7 +18,7 @@ from penstock.errors import FencedError, PieceError, SequenceError, UnknownObjec
 from penstock.log.api import Commit, Committed, Holder, Log, Part, Piece
 from penstock.log.compose import Composer, EventOptions
 from penstock.log.objects import CreateStream, DropStream, GrowStream, declare
-from penstock.log.read import read_events
+from penstock.log.read import read_changes
 from penstock.log.table import Table
 from penstock.records.schema import Record
 
@@ -236,7 +236,8 @@ class LogMachine(RuleBasedStateMachine):
         for name, partitions in self.model.events.items():
             found: list[list[tuple[str, int]]] = [[] for _ in partitions]
             last = [-1] * len(partitions)
-            for event in read_events(self.log, name, Entry):
+            for event in read_changes(self.log, name, Entry):
+                assert event.data is not None
                 assert event.offset > last[event.partition]
                 last[event.partition] = event.offset
                 found[event.partition].append((event.data.key, event.data.value))

@@ -24,7 +24,7 @@ from penstock.log import open_log
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part
 from penstock.log.compose import Composer, EventOptions
 from penstock.log.objects import CreateStream, declare
-from penstock.log.read import ReadOptions, read_events
+from penstock.log.read import ReadOptions, read_changes, read_events
 from penstock.log.table import Table
 from penstock.log.transaction import Transaction
 from penstock.records.schema import Record
@@ -200,8 +200,11 @@ def judge(log: Log, said: Said, seed: int) -> list[str]:
 
 def _judge_commits(log: Log, stream: str, said: Said, seed: int) -> Iterator[str]:
     found: Counter[tuple[str, int, int]] = Counter()
-    for event in read_events(log, stream, Item):
+    for event in read_changes(log, stream, Item):
         item = event.data
+        if item is None:
+            yield f"{stream}: an event without data is visible"
+            continue
         if item.aborted:
             yield f"{stream}: an aborted event is visible: {item}"
         found[(item.producer, item.sequence, item.number)] += 1
@@ -209,10 +212,10 @@ def _judge_commits(log: Log, stream: str, said: Said, seed: int) -> Iterator[str
         if count > 1:
             yield f"{stream}: {name} is visible {count} times"
     visible = {(producer, sequence) for producer, sequence, _ in found}
-    for name in said.acked - visible:
-        yield f"{stream}: {name} was acknowledged and is lost"
-    for name in visible - said.tried:
-        yield f"{stream}: {name} was never tried and is visible"
+    for commit in said.acked - visible:
+        yield f"{stream}: {commit} was acknowledged and is lost"
+    for commit in visible - said.tried:
+        yield f"{stream}: {commit} was never tried and is visible"
     for producer, sequence in visible:
         wanted = {(producer, sequence, item.number) for item in items_of(producer, sequence, seed)}
         if not wanted <= set(found):
@@ -231,7 +234,7 @@ def _judge_unique(log: Log, said: Said, seed: int) -> Iterator[str]:
 
 
 def _judge_table(log: Log) -> Iterator[str]:
-    wanted = {event.key: event.data for event in read_events(log, "table", Item)}
+    wanted = {event.key: event.data for event in read_changes(log, "table", Item)}
     table = dict(Table(log, "table", Item).items())
     if table != wanted:
         yield f"table: its entries are not what its changelog gives: {table} != {wanted}"
@@ -269,7 +272,7 @@ def main() -> None:
         vfs = FaultyVfs("workload")
         vfs.faults.append(msgspec.json.decode(given.fault, type=Fault))
         options["vfs"] = "workload"
-    with open_log(given.log, upkeep_interval_ms=0, **options) as log:
+    with open_log(given.log, create=True, upkeep_interval_ms=0, **options) as log:
         retried(lambda: create_streams(log))
         Worker(log, given.producer, given.seed).run(given.commits)
     _say("done")

@@ -12,7 +12,7 @@ import apsw
 from penstock.errors import DamagedError, ObjectExistsError
 from penstock.log.api import Damage, Progress
 from penstock.log.objects import Stream
-from penstock.log.sqlite.connection import ReaderPool, many, one, translated
+from penstock.log.sqlite.connection import ReaderPool, many, one, read_blob, translated
 from penstock.log.sqlite.reading import Row, decode
 
 BACKUP_PAGES = 1024
@@ -83,10 +83,10 @@ class Verifier:
     def _batch(self, stream: Stream, partition: int, row: Row) -> Iterator[Damage]:
         try:
             with self._pool.lend() as connection:
-                data = one(connection, "blob", row.blob_id)
+                data = read_blob(connection, row.blob_id)
                 same = one(connection, "batch_before", stream.id, partition, row.first_offset)
             if data is not None:
-                decode(stream, partition, row, *data)
+                decode(stream, partition, row, data)
             elif same == row:
                 yield _damage(stream, partition, row, "its data is missing")
         except DamagedError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import pyarrow as pa
 
 from penstock import errors
 from penstock.failpoints import failpoint
@@ -57,6 +58,21 @@ def many(connection: apsw.Connection, name: str, *values: object) -> list[Row]:
 def one(connection: apsw.Connection, name: str, *values: object) -> Row | None:
     """The first row of the statement of that name."""
     return connection.execute(sql(name), _bindings(values)).fetchone()
+
+
+def read_blob(connection: apsw.Connection, blob_id: int) -> pa.Buffer | None:
+    """A stored blob, read into memory of Arrow's own; `None` where there is none.
+
+    Faster and steadier than a SELECT, which has Python allocate and copy a large object.
+    """
+    try:
+        blob = connection.blob_open("main", "blobs", "data", blob_id, False)
+    except apsw.SQLError:  # no such row
+        return None
+    with blob:
+        buffer = pa.allocate_buffer(blob.length())
+        blob.read_into(buffer)
+    return buffer
 
 
 def _bindings(values: tuple[object, ...]) -> Any:

@@ -58,6 +58,7 @@ from penstock.log.sqlite.upkeep import Caretaker, Housekeeper
 from penstock.log.sqlite.writing import (
     Prepared,
     StreamChangedError,
+    check_holder,
     check_limits,
     place,
     prepare_part,
@@ -259,9 +260,9 @@ class SqliteLog:
         check_limits(commit, self._limits)
         if not 0 <= sequence < 2**63:
             raise UsageError(f"a sequence is 0 or more and fits 64 bits, not {sequence}")
-        repeated = self._repeated(holder, sequence)
-        if repeated is not None:
-            return repeated
+        last = self.last_commit(holder.producer) if commit.pieces else None
+        if last is not None and last.sequence == sequence:
+            return self._repeat(holder, last)
         name = (holder.producer, sequence)
         try:
             done = self._until_steady(lambda: self._commit(holder, sequence, commit, options), name)
@@ -277,15 +278,10 @@ class SqliteLog:
         self._uncertain.discard(name)
         return done
 
-    def _repeated(self, holder: Holder, sequence: int) -> Committed | None:
-        """The outcome, if this very commit has happened; spares preparing it again."""
-        with self._pool.lend() as connection:
-            row = sqlite.one(connection, "producer", holder.producer)
-        if row is None or row[:2] != (holder.epoch, sequence):
-            return None
-        return msgspec.structs.replace(
-            msgspec.msgpack.decode(row[2], type=Committed), repeated=True
-        )
+    def _repeat(self, holder: Holder, last: Committed) -> Committed:
+        """The outcome of a commit whose pieces are gone because it has happened."""
+        self._submit(lambda write: check_holder(write, holder), durable=False)
+        return msgspec.structs.replace(last, repeated=True)
 
     def _commit(
         self, holder: Holder, sequence: int, commit: Commit, options: CommitOptions

@@ -65,25 +65,23 @@ ORDER BY partition;
 SELECT first_offset, next_offset FROM partitions WHERE stream_id = ? AND partition = ?;
 
 -- name: insert_blob
-INSERT INTO blobs (checksum, data) VALUES (?, ?) RETURNING id;
+INSERT INTO blobs (data) VALUES (?) RETURNING id;
 
 -- name: delete_blob
 DELETE FROM blobs WHERE id = ?;
 
--- name: blob
-SELECT checksum, data FROM blobs WHERE id = ?;
-
 -- name: insert_batch
 INSERT INTO batches
-  (stream_id, partition, first_offset, rows, blob_id, bytes, commit_number, time_us, runs, seal)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+  (stream_id, partition, first_offset, rows, blob_id, bytes, checksum, commit_number, time_us,
+   runs, seal)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: delete_batch
 DELETE FROM batches WHERE stream_id = ? AND partition = ? AND first_offset = ? AND blob_id = ?;
 
 -- name: batch_before
 -- The last batch that starts at or before an offset: it holds the offset, or none does.
-SELECT first_offset, rows, blob_id, bytes, commit_number, time_us, runs, seal
+SELECT first_offset, rows, blob_id, bytes, checksum, commit_number, time_us, runs, seal
 FROM batches WHERE stream_id = ? AND partition = ? AND first_offset <= ?
 ORDER BY first_offset DESC LIMIT 1;
 
@@ -93,7 +91,7 @@ WHERE stream_id = ? AND partition = ? AND time_us >= ?
 ORDER BY time_us, first_offset LIMIT 1;
 
 -- name: batches_from
-SELECT first_offset, rows, blob_id, bytes, commit_number, time_us, runs, seal
+SELECT first_offset, rows, blob_id, bytes, checksum, commit_number, time_us, runs, seal
 FROM batches WHERE stream_id = ? AND partition = ? AND first_offset >= ?
 ORDER BY first_offset LIMIT ?;
 
@@ -124,12 +122,12 @@ DELETE FROM producers WHERE ephemeral = 1 AND used_us < ?;
 
 -- name: insert_piece
 INSERT INTO pieces
-  (blob_id, producer, epoch, sequence, stream_id, partition, partitions, rows)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?);
+  (blob_id, producer, epoch, sequence, stream_id, partition, partitions, rows, bytes, checksum)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: piece
-SELECT producer, epoch, sequence, stream_id, partition, partitions, rows FROM pieces
-WHERE blob_id = ?;
+SELECT producer, epoch, sequence, stream_id, partition, partitions, rows, bytes, checksum
+FROM pieces WHERE blob_id = ?;
 
 -- name: delete_piece
 DELETE FROM pieces WHERE blob_id = ?;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import apsw
 import msgspec
@@ -15,7 +15,7 @@ from penstock.errors import DamagedError, OffsetGoneError, UsageError
 from penstock.log.api import Offsets
 from penstock.log.batch import Batch, Run, checksum, decode_blob
 from penstock.log.objects import Stream
-from penstock.log.sqlite.connection import ReaderPool, many, one
+from penstock.log.sqlite.connection import ReaderPool, many, one, read_blob
 from penstock.log.sqlite.writing import seal
 
 WAIT_FIRST_S = 0.001
@@ -32,6 +32,7 @@ class Row(NamedTuple):
     rows: int
     blob_id: int
     size: int
+    checksum: int
     commit_number: int
     time_us: int
     runs: bytes | None
@@ -105,7 +106,7 @@ class Reader:
                     raise damaged(stream, partition, row, "its data is missing")
                 data = _fetch(connection, stream, partition, row)
             if data is not None:
-                return decode(stream, partition, row, *data)
+                return decode(stream, partition, row, data)
             seen = row
         raise UsageError(f"stream {stream.name} changes faster than it can be read")
 
@@ -136,20 +137,20 @@ class Reader:
 
 def _fetch(
     connection: apsw.Connection, stream: Stream, partition: int, row: Row
-) -> tuple[Any, ...] | None:
+) -> pa.Buffer | None:
     try:
-        return one(connection, "blob", row.blob_id)
+        return read_blob(connection, row.blob_id)
     except apsw.CorruptError as error:
         raise damaged(stream, partition, row, str(error)) from error
 
 
-def decode(stream: Stream, partition: int, row: Row, blob_checksum: int, data: bytes) -> Batch:
+def decode(stream: Stream, partition: int, row: Row, data: pa.Buffer) -> Batch:
     """Check a stored batch and open it; `DamagedError` where it is not what was written."""
     place = (stream.id, partition, row.first_offset)
     expected = seal(
-        place, row.rows, row.blob_id, blob_checksum, row.commit_number, row.time_us, row.runs
+        place, row.rows, row.blob_id, row.checksum, row.commit_number, row.time_us, row.runs
     )
-    if expected != row.seal or checksum(data) != blob_checksum:
+    if expected != row.seal or checksum(data) != row.checksum:
         raise damaged(stream, partition, row, "its checksum does not match")
     try:
         stored = decode_blob(data)

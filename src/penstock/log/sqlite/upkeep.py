@@ -19,7 +19,7 @@ from penstock.log.api import Upkeep
 from penstock.log.batch import Run, checksum, encode_blob
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import ReaderPool, many, now_us, one
+from penstock.log.sqlite.connection import ReaderPool, many, now_us, read_blob
 from penstock.log.sqlite.objects import load_stream
 from penstock.log.sqlite.reading import Row, decode, runs_of
 from penstock.log.sqlite.writing import insert_batch
@@ -112,10 +112,10 @@ class Housekeeper:
         stored, runs = [], []
         for row in rows:
             with self._pool.lend() as connection:
-                data = one(connection, "blob", row.blob_id)
+                data = read_blob(connection, row.blob_id)
             if data is None:
                 return None  # somebody else was here
-            batch = decode(stream, partition, row, *data)
+            batch = decode(stream, partition, row, data)
             stored.append(batch.explicit())
             runs += runs_of(row)
         whole = pa.concat_batches(_unified(stored))
@@ -207,7 +207,7 @@ def _replace(
         write.run("delete_batch", stream_id, partition, row.first_offset, row.blob_id)
         write.run("delete_blob", row.blob_id)
     check = checksum(blob)
-    blob_id = write.insert("insert_blob", check, blob)
+    blob_id = write.insert("insert_blob", blob)
     first, last = rows[0], rows[-1]
     insert_batch(
         write, (stream_id, partition, first.first_offset), sum(row.rows for row in rows),

@@ -36,7 +36,7 @@ from penstock.log.batch import checksum, decode_blob, encode_blob
 from penstock.log.objects import Stream
 from penstock.log.partitioning import chunks, split_part
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import one, sql
+from penstock.log.sqlite.connection import one, read_blob, sql
 from penstock.log.sqlite.ids import take_new
 from penstock.log.table import Change as EntryChange
 from penstock.log.table import entry_changes
@@ -126,20 +126,27 @@ def prepare_piece(connection: apsw.Connection, stream: Stream, piece: Piece) -> 
         row = one(connection, "piece", blob_id)
         if row is None:
             raise _no_piece(piece)
-        _, _, _, _, partition, partitions, rows = row
-        stored = one(connection, "blob", blob_id)
-        if stored is None:
-            raise _no_piece(piece)
-        check, data = stored
+        *_, partition, partitions, rows, size, check = row
         batch = None
         if by_producer or stream.spec.table:
-            batch = decode_blob(data)
+            batch = _staged_batch(connection, piece, blob_id, check)
         entries = entry_changes(stream, batch) if stream.spec.table else ()
         made.append(
-            Chunk(partition, rows, len(data), check, None, blob_id, entries,
+            Chunk(partition, rows, size, check, None, blob_id, entries,
                   batch if by_producer else None)
         )  # fmt: skip
     return Prepared(stream, partitions, made, piece)
+
+
+def _staged_batch(
+    connection: apsw.Connection, piece: Piece, blob_id: int, check: int
+) -> pa.RecordBatch:
+    data = read_blob(connection, blob_id)
+    if data is None:
+        raise _no_piece(piece)
+    if checksum(data) != check:
+        raise PieceError(f"a staged piece of stream {piece.stream} is damaged: stage it again")
+    return decode_blob(data)
 
 
 def _no_piece(piece: Piece) -> PieceError:
@@ -208,7 +215,7 @@ def write_stage(write: Write, holder: Holder, sequence: int, prepared: Prepared)
         blob_id = _insert_blob(write, chunk)
         write.run(
             "insert_piece", blob_id, holder.producer, holder.epoch, sequence, prepared.stream.id,
-            chunk.partition, prepared.partitions, chunk.rows,
+            chunk.partition, prepared.partitions, chunk.rows, chunk.size, chunk.checksum,
         )  # fmt: skip
         names.append(blob_id)
     failpoint("stage.blobs")
@@ -217,7 +224,7 @@ def write_stage(write: Write, holder: Holder, sequence: int, prepared: Prepared)
 
 
 def _insert_blob(write: Write, chunk: Chunk) -> int:
-    return write.insert("insert_blob", chunk.checksum, chunk.blob)
+    return write.insert("insert_blob", chunk.blob)
 
 
 def write_commit(
@@ -241,7 +248,8 @@ def write_commit(
     _check_streams(write, (item.stream for item in prepared))
     _check_pieces(write, holder, sequence, prepared)
     number = write.next_commit()
-    pinned = write.look("oldest_pin", write.time_us) != (None,)
+    tables = any(item.stream.spec.table for item in prepared)
+    pinned = tables and write.look("oldest_pin", write.time_us) != (None,)
     placements = [place(write, item, number, pinned) for item in prepared]
     _save_progress(write, progress)
     failpoint("commit.progress")
@@ -343,7 +351,8 @@ def insert_batch(  # noqa: PLR0913  the columns of one row
 ) -> None:  # fmt: skip
     """Add a row to the offset index, sealed."""
     mark = seal(place, rows, blob_id, blob_checksum, commit, time_us, runs)
-    write.run("insert_batch", *place, rows, blob_id, size, commit, time_us, runs, mark)
+    values = (rows, blob_id, size, blob_checksum, commit, time_us, runs, mark)
+    write.run("insert_batch", *place, *values)
 
 
 def _save_entries(

@@ -45,11 +45,12 @@ class Events(OnEngine):
     @pytest.mark.parametrize("kind", ["str", "int", "bytes"])
     def test_the_key_decides_the_partition(self, log: Log, kind: str) -> None:
         log.apply([CreateStream(declare("s", partitions=4))])
-        keys: dict[str, list[str | int | bytes]] = {
-            "str": ["", "ada", "bob", "straße"][1:],
+        kinds: dict[str, list[str | int | bytes]] = {
+            "str": ["ada", "bob", "straße"],
             "int": [0, 7, -3, 2**40],
             "bytes": [b"\x00\xff", b"abc"],
-        }[kind]  # type: ignore[assignment]
+        }
+        keys = kinds[kind]
         with Producer(log) as producer:
             for key in keys:
                 raw = key if isinstance(key, bytes) else str(key).encode()

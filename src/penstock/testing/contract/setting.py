@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import pytest
 
@@ -15,7 +15,7 @@ from penstock.log.objects import (
     CreateStream,
     declare,
 )
-from penstock.log.read import ReadOptions, read_events
+from penstock.log.read import ReadOptions, read_changes
 from penstock.records.event import Event, ids_of
 from penstock.records.schema import Record
 
@@ -53,7 +53,7 @@ class OnEngine:
 
 
 def create(log: Log, name: str, key: str | None = "user", **settings: object) -> None:
-    log.apply([CreateStream(declare(name, Order, key=key, **settings))])
+    log.apply([CreateStream(declare(name, Order, key=key, time=None, content=None, **settings))])
 
 
 def make_part(log: Log, stream: str, amounts: Iterable[int], ids: list[int] | None = None) -> Part:
@@ -81,7 +81,8 @@ def commit(
 
 
 def orders(log: Log, stream: str, **options: Any) -> Iterator[Event[Order]]:
-    return read_events(log, stream, Order, ReadOptions(**options))
+    """The stream's orders; of a table's changelog too, where data may be `None`."""
+    return cast(Iterator[Event[Order]], read_changes(log, stream, Order, ReadOptions(**options)))
 
 
 def by_place(log: Log, stream: str) -> list[Event[Order]]:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from penstock.errors import (
+    FencedError,
     PieceError,
     SequenceError,
 )
@@ -42,6 +43,7 @@ class Staging(OnEngine):
         holder = log.hold("query")
         piece = log.stage(holder, 7, make_part(log, "a", [1]))
         first = log.commit(holder, 7, Commit(pieces=[piece], progress={"q": b"1"}))
+        assert log.commit(holder, 7, Commit(pieces=[piece])).repeated
         with pytest.raises(SequenceError):
             log.stage(holder, 7, make_part(log, "a", [2]))
         replay = log.hold("query")
@@ -49,6 +51,8 @@ class Staging(OnEngine):
             log.stage(replay, 7, make_part(log, "a", [2, 3]))
         again = log.commit(replay, 7, Commit(parts=[make_part(log, "a", [2, 3])]))
         assert again == msgspec.structs.replace(first, repeated=True)
+        with pytest.raises(FencedError):
+            log.commit(holder, 7, Commit(pieces=[piece]))
         assert [e.data.amount for e in orders(log, "a")] == [1]
 
     def test_a_piece_belongs_to_its_commit(self, log: Log) -> None:

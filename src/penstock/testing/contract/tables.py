@@ -11,6 +11,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.log.api import Commit, Log
+from penstock.log.read import read_changes, read_events
 from penstock.log.table import Table
 from penstock.log.transaction import Transaction
 from penstock.testing.contract.setting import (
@@ -20,7 +21,6 @@ from penstock.testing.contract.setting import (
     commit,
     create,
     make_part,
-    orders,
 )
 
 
@@ -44,8 +44,10 @@ class Tables(OnEngine):
         ]  # fmt: skip
         keys = [key for key, _ in table.items()]
         assert keys == [f"u{n}".encode() for n in range(10) if n != 3]
-        wanted = {e.key: e.data for e in orders(log, "t")}
+        wanted = {e.key: e.data for e in read_changes(log, "t", Order)}
         assert dict(table.items()) == {k: v for k, v in wanted.items() if v is not None}
+        with pytest.raises(UsageError, match="read_changes"):
+            read_events(log, "t", Order)
 
     def test_a_table_is_read_in_pages_in_order_of_key(self, log: Log) -> None:
         create(log, "t", table=True, partitions=3)

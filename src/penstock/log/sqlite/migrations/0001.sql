@@ -45,9 +45,8 @@ CREATE TABLE partitions (
 
 -- What was appended or staged. A commit never moves it: it only adds to batches.
 CREATE TABLE blobs (
-  id        INTEGER PRIMARY KEY AUTOINCREMENT,
-  checksum  INTEGER NOT NULL,
-  data      BLOB NOT NULL
+  id    INTEGER PRIMARY KEY AUTOINCREMENT,
+  data  BLOB NOT NULL
 ) STRICT;
 
 -- The offset index: which blob holds which offsets. Only what is here is visible.
@@ -58,10 +57,11 @@ CREATE TABLE batches (
   rows           INTEGER NOT NULL,
   blob_id        INTEGER NOT NULL,
   bytes          INTEGER NOT NULL,
+  checksum       INTEGER NOT NULL,  -- of the blob
   commit_number  INTEGER NOT NULL,  -- of the first row
   time_us        INTEGER NOT NULL,  -- of the last row's append
   runs           BLOB,              -- of a merged batch: which rows were committed when
-  seal           INTEGER NOT NULL,  -- checksum over this row and the blob's checksum
+  seal           INTEGER NOT NULL,  -- checksum over this very row
   PRIMARY KEY (stream_id, partition, first_offset)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX batches_by_time ON batches (stream_id, partition, time_us);
@@ -84,7 +84,9 @@ CREATE TABLE pieces (
   stream_id   INTEGER NOT NULL,
   partition   INTEGER NOT NULL,
   partitions  INTEGER NOT NULL,
-  rows        INTEGER NOT NULL
+  rows        INTEGER NOT NULL,
+  bytes       INTEGER NOT NULL,
+  checksum    INTEGER NOT NULL
 ) STRICT;
 
 CREATE TABLE progress (
