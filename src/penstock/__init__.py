@@ -1,17 +1,19 @@
 """Penstock: transactional event streams for Python.
 
-import penstock
+    import penstock
 
-class Order(penstock.Record):
-    user: str
-    amount: float
+    class Order(penstock.Record):
+        user: str
+        amount: float
 
-with penstock.open("penstock.db") as log:
-    log.apply([penstock.CreateStream(penstock.declare("orders", Order, key="user"))])
-    with penstock.Producer(log) as producer:
-        producer.send("orders", Order(user="ada", amount=9.5))
-    for event in penstock.read_events(log, "orders", Order):
-        print(event.data)
+    with penstock.open("penstock.db") as log:
+        log.apply([penstock.CreateStream(penstock.declare("orders", Order, key="user"))])
+        with penstock.Producer(log) as producer:
+            producer.send("orders", Order(user="ada", amount=9.5))
+        for event in penstock.read_events(log, "orders", Order):
+            print(event.data)
+
+The names below are the public API; docs/log.md is the place to start.
 """
 
 from penstock.errors import PenstockError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -258,6 +259,30 @@ def test_bit_flips_over_a_stored_batch_are_found(path: Path) -> None:
             assert [e.data.amount for e in orders(log, "other")] == [7]
             found = [d for d in log.verify() if d.stream]
             assert [(d.stream, d.first_offset, d.last_offset) for d in found] == [("s", 200, 399)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "rows = rows - 1", "commit_number = commit_number + 1", "time_us = time_us + 1",
+        "blob_id = (SELECT min(id) FROM blobs)", "checksum = checksum + 1", "runs = x'90'",
+        "first_offset = first_offset + 1",
+    ],
+)  # fmt: skip
+def test_a_damaged_index_row_is_found(path: Path, change: str) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        commit_as(log, holder, 0, "s", range(10))
+        commit_as(log, holder, 1, "s", range(10, 20))
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"UPDATE batches SET {change} WHERE first_offset = 10")  # noqa: S608
+            connection.commit()
+        with pytest.raises(DamagedError, match="are damaged"):
+            list(orders(log, "s"))
+        assert [d for d in log.verify() if d.stream == "s"]
+        first = [e.data for b in log.read("s", 0, 0, 10) for e in b.events(Order)]
+        assert len(first) == 10
 
 
 def test_damage_anywhere_never_gives_wrong_data(path: Path, seed: int) -> None:

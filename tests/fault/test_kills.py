@@ -6,13 +6,19 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
+import zlib
 
 import pytest
 
+from penstock import failpoints
 from penstock.log import open_log
 from penstock.log.api import Commit
+from penstock.log.objects import GrowStream
+from penstock.log.read import read_events
 from penstock.testing.faults import Fault
+from penstock.testing.workload import Item, create_streams
 from tests.fault.runner import Runner
 
 
@@ -73,6 +79,34 @@ def test_a_zombie_is_fenced(runner: Runner) -> None:
         assert now is not None
         assert now.sequence == last.sequence + 1
     runner.judge()
+
+
+SLOW_COMMIT = """
+import sys, penstock
+from penstock.testing.workload import Item
+with penstock.open(sys.argv[1], upkeep_interval_ms=0) as log:
+    with penstock.Transaction(log, "slow") as tx:
+        for n in range(50):
+            tx.send("plain", Item("slow", 0, n, f"key-{n}"))
+"""
+
+
+def test_a_stream_may_grow_between_preparing_and_committing(runner: Runner) -> None:
+    """What was split for the older number of partitions is split anew."""
+    with open_log(runner.path, upkeep_interval_ms=0) as log:
+        create_streams(log)
+        slow = subprocess.Popen(
+            [sys.executable, "-c", SLOW_COMMIT, str(runner.path)],
+            env={**os.environ, failpoints.ENVIRONMENT: "commit.prepared=stop"},
+        )
+        wait_until_stopped(slow.pid)
+        log.apply([GrowStream("plain", 11)])
+        os.kill(slow.pid, signal.SIGCONT)
+        assert slow.wait(60) == 0
+        events = list(read_events(log, "plain", Item))
+        assert len(events) == 50
+        for event in events:
+            assert event.partition == zlib.crc32(event.data.key.encode()) % 11
 
 
 def wait_until_stopped(pid: int) -> None:

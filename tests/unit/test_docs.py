@@ -1,0 +1,56 @@
+"""What the docs show works: examples are run, or at least are Python, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+BLOCK = re.compile(r"```python\n(.*?)```", re.S)
+
+
+def run(code: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_example_runs(tmp_path: Path) -> None:
+    (example,) = BLOCK.findall((ROOT / "README.md").read_text("utf-8"))
+    assert run(example, tmp_path).splitlines() == ["0 ada 9.5", "1 bob 3.0"]
+
+
+def test_the_example_of_the_package_runs(tmp_path: Path) -> None:
+    text = penstock.__doc__ or ""
+    example = textwrap.dedent(text.partition("\n\n")[2].rpartition("\n\n")[0])
+    assert run(example, tmp_path) == "Order(user='ada', amount=9.5)\n"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_are_python_and_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for example in BLOCK.findall(text):
+        compile(example, str(page), "exec")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.timeout(300)
+def test_the_tour_checks_itself(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "tour.py")], cwd=tmp_path, capture_output=True,
+        text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "exact, to the cent" in done.stdout
