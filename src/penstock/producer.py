@@ -6,14 +6,13 @@ with what was sent meanwhile: under load batches grow by themselves, without del
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import secrets
 import threading
 import time as clock
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
@@ -25,7 +24,9 @@ from penstock.errors import (
     ClosedError,
     CommitOutcomeUnknownError,
     DeliveryTimeoutError,
+    FencedError,
     PenstockError,
+    SequenceError,
     UsageError,
 )
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part, Placement
@@ -135,7 +136,7 @@ class Producer:
         self._waiting: deque[_Sent] = deque()
         self._bytes = 0
         self._rows = 0
-        self._in_flight = 0
+        self._in_flight: list[_Sent] = []
         self._hurry = 0
         self._changed = threading.Condition()
         self._closing = False
@@ -155,7 +156,7 @@ class Producer:
         return self
 
     def __enter__(self) -> Self:
-        return self.open()
+        return self if self._thread is not None else self.open()
 
     def __exit__(
         self,
@@ -185,6 +186,7 @@ class Producer:
         options = EventOptions(key=key, id=id, time=time, type=type, headers=headers)
         event = self._composer.admit(found, data, options)
         future: Future[Place] = Future()
+        future.set_running_or_notify_cancel()  # from here on it cannot be called back
         self._enqueue(_Sent(found, event, None, future, event.size, 1, self._deadline()))
         return future
 
@@ -193,19 +195,21 @@ class Producer:
         found = self._stream(stream)
         part = self._log.prepare(self._composer.arrow_part(found, batch), self._commit_options)
         future: Future[Committed] = Future()
+        future.set_running_or_notify_cancel()
         size, rows = part.batch.nbytes, part.batch.num_rows
         self._enqueue(_Sent(found, None, part, future, size, rows, self._deadline()))
         return future
 
     def flush(self) -> None:
-        """Wait until everything sent before is committed or has failed."""
+        """Wait until everything sent before is committed or has failed.
+
+        Not for a future's callback: these run in the thread that commits.
+        """
         with self._changed:
-            pending = [sent.future for sent in self._waiting]
+            pending = [sent.future for sent in (*self._in_flight, *self._waiting)]
             self._hurry = len(self._waiting)
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: all(future.done() for future in pending) and not self._in_flight
-            )
+        wait(pending)
 
     def close(self) -> None:
         """Commit what waits, then stop. A second call does nothing."""
@@ -261,21 +265,28 @@ class Producer:
     # Committing, in the background thread
 
     def _loop(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
-                    return
-                self._linger()
-                group = self._take()
-                self._in_flight = len(group)
-            try:
-                self._deliver(group)
-            finally:
-                with self._changed:
-                    self._in_flight = 0
-                    self._bytes -= sum(sent.size for sent in group)
-                    self._changed.notify_all()
+        try:
+            while group := self._next_group():
+                try:
+                    self._deliver(group)
+                finally:
+                    with self._changed:
+                        self._in_flight = []
+                        self._bytes -= sum(sent.size for sent in group)
+                        self._changed.notify_all()
+        except BaseException as error:
+            self._stop_with(ClosedError(f"the producer broke down: {error!r}"))
+            raise
+
+    def _next_group(self) -> list[_Sent]:
+        """Wait for the next commit's events; none when the producer is closed and done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            if not self._waiting:
+                return []
+            self._linger()
+            self._in_flight = self._take()
+            return self._in_flight
 
     def _linger(self) -> None:
         """Wait for more, up to the batch delay, unless enough waits or somebody is in a hurry."""
@@ -306,35 +317,41 @@ class Producer:
         return group
 
     def _deliver(self, group: Sequence[_Sent]) -> None:
+        """Commit a group. One that is refused is halved until only the guilty are left out."""
         try:
             parts, members = self._parts(group)
             committed = self._commit(Commit(parts=parts), min(sent.deadline for sent in group))
-        except BaseException as error:
-            self._fail(group, error)
+        except Exception as error:
+            if len(group) > 1 and _is_refusal(error):
+                half = len(group) // 2
+                self._deliver(group[:half])
+                self._deliver(group[half:])
+            else:
+                self._fail(group, error)
             return
         for placement, part, sent in zip(committed.placements, parts, members, strict=True):
             _resolve(placement, part, sent, committed)
 
     def _parts(self, group: Sequence[_Sent]) -> tuple[list[Part], list[list[_Sent]]]:
         """Neighbouring single events of a stream become one part; the order stays."""
-        parts: list[Part] = []
         members: list[list[_Sent]] = []
         open_: dict[str, list[_Sent]] = {}
         for sent in group:
             name = str(sent.stream.name)
+            same = open_.get(name)
             if sent.part is not None:
                 open_.pop(name, None)
                 members.append([sent])
-            elif name in open_:
-                open_[name].append(sent)
+            elif same is not None and same[0].stream.version == sent.stream.version:
+                same.append(sent)
             else:
                 open_[name] = [sent]
                 members.append(open_[name])
-        for sents in members:
-            part = sents[0].part
-            events = [sent.event for sent in sents if sent.event is not None]
-            parts.append(part or self._composer.part(sents[0].stream, events))
-        return parts, members
+        return [self._part(sents) for sents in members], members
+
+    def _part(self, sents: Sequence[_Sent]) -> Part:
+        events = [sent.event for sent in sents if sent.event is not None]
+        return sents[0].part or self._composer.part(sents[0].stream, events)
 
     def _commit(self, commit: Commit, deadline: float) -> Committed:
         assert self._holder is not None  # noqa: S101  open means held
@@ -345,9 +362,11 @@ class Producer:
                 return self._log.commit(self._holder, sequence, commit, self._commit_options)
             except PenstockError as error:
                 unknown = unknown or isinstance(error, CommitOutcomeUnknownError)
-                if not error.retriable:
+                if not error.retriable and not unknown:
                     raise
-                if clock.monotonic() + pause >= deadline or self._gave_up(pause):
+                late = clock.monotonic() + pause >= deadline
+                if late or not error.retriable or self._gave_up(pause):
+                    self._stop_if_over(error)
                     raise self._too_late(error, unknown) from error
         raise AssertionError("retries never end by themselves")
 
@@ -377,17 +396,32 @@ class Producer:
             f"retries: {error}"
         )
 
-    def _fail(self, group: Sequence[_Sent], error: BaseException) -> None:
+    def _fail(self, group: Sequence[_Sent], error: Exception) -> None:
         for sent in group:
             sent.future.set_exception(error)
-        if isinstance(error, PenstockError) and error.code in ("fenced", "closed"):
-            with self._changed:
-                self._failure = error
-                left, self._waiting = list(self._waiting), deque()
-                self._bytes -= sum(sent.size for sent in left)
-                self._rows = 0
-            for sent in left:
-                sent.future.set_exception(error)
+        self._stop_if_over(error)
+
+    def _stop_if_over(self, error: Exception) -> None:
+        """After these there is nothing more that this producer could do."""
+        if isinstance(error, FencedError | ClosedError):
+            self._stop_with(error)
+
+    def _stop_with(self, error: PenstockError) -> None:
+        with self._changed:
+            self._failure = error
+            left, self._waiting = list(self._waiting), deque()
+            self._bytes -= sum(sent.size for sent in left)
+            self._rows = 0
+            self._changed.notify_all()
+        for sent in left:
+            sent.future.set_exception(error)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the events themselves were refused, and none of them was committed."""
+    if isinstance(error, FencedError | ClosedError | SequenceError):
+        return False
+    return not (isinstance(error, PenstockError) and error.retriable)
 
 
 def _resolve(
@@ -395,8 +429,7 @@ def _resolve(
 ) -> None:
     first = sents[0]
     if first.part is not None:
-        with contextlib.suppress(Exception):
-            first.future.set_result(committed)  # type: ignore[arg-type]
+        first.future.set_result(committed)  # type: ignore[arg-type]
         return
     for sent, (partition, offset) in zip(sents, places(placement, part), strict=True):
         assert sent.event is not None  # noqa: S101  a sent without a part has an event

@@ -17,6 +17,7 @@ from penstock.cli.options import (
     LogOption,
     LogOptionsOption,
     StreamArgument,
+    examples,
     open_named,
 )
 from penstock.cli.output import note, say, say_json
@@ -36,16 +37,16 @@ def register(app: typer.Typer) -> None:
     app.command("read", epilog=_READ_EXAMPLES)(read)
 
 
-_PUB_EXAMPLES = (
-    'Examples: penstock pub orders \'{"user": "ada"}\' · '
-    "cat orders.jsonl | penstock pub orders - · "
-    "tail -f app.log | penstock pub logs - --ack · "
-    "penstock read a --json | penstock pub b - --events"
+_PUB_EXAMPLES = examples(
+    """penstock pub orders '{"user": "ada"}'""",
+    "cat orders.jsonl | penstock pub orders -",
+    "tail -f app.log | penstock pub logs - --ack",
+    "penstock read a --json | penstock pub b - --events",
 )
-_READ_EXAMPLES = (
-    "Examples: penstock read orders --from latest --follow · "
-    "penstock read orders --from 2026-11-15T10:00:00Z --json · "
-    "penstock read orders --key ada --limit 10"
+_READ_EXAMPLES = examples(
+    "penstock read orders --from latest --follow",
+    "penstock read orders --from 2026-11-15T10:00:00Z --json",
+    "penstock read orders --key ada --limit 10",
 )
 
 

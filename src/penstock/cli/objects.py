@@ -14,6 +14,7 @@ from penstock.cli.options import (
     LogOption,
     LogOptionsOption,
     StreamArgument,
+    examples,
     open_named,
 )
 from penstock.cli.output import note, say, say_json, table
@@ -42,10 +43,10 @@ namespaces = typer.Typer(no_args_is_help=True, help="List, create and drop names
 def register(app: typer.Typer) -> None:
     app.add_typer(streams, name="stream")
     app.add_typer(namespaces, name="namespace")
-    app.command("apply")(apply)
+    app.command("apply", epilog=examples("penstock apply shop.toml --dry-run"))(apply)
 
 
-@streams.command("list", epilog="Example: penstock stream list --all")
+@streams.command("list", epilog=examples("penstock stream list --all"))
 def list_streams(
     context: typer.Context,
     all_: Annotated[bool, typer.Option("--all", help="The system's own streams too.")] = False,
@@ -85,9 +86,11 @@ def _cell(value: object) -> object:
 
 @streams.command(
     "create",
-    epilog="Examples: penstock stream create orders --key user --partitions 4 · "
-    "penstock stream create orders -f user=str -f amount=float -f 'note=str | None' --key user · "
-    "penstock stream create orders --record shop.models:Order --retention '30 days'",
+    epilog=examples(
+        "penstock stream create orders --key user --partitions 4",
+        "penstock stream create orders -f user=str -f amount=float -f 'note=str | None'",
+        "penstock stream create orders --record shop.models:Order --retention '30 days'",
+    ),
 )
 def create_stream(  # noqa: PLR0913  one parameter per option
     context: typer.Context,
@@ -172,7 +175,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-@streams.command("describe", epilog="Example: penstock stream describe orders --json")
+@streams.command("describe", epilog=examples("penstock stream describe orders --json"))
 def describe_stream(
     context: typer.Context,
     stream: StreamArgument,
@@ -226,7 +229,7 @@ def _described(stream: Stream, offsets: dict[int, dict[str, object]]) -> dict[st
     return settings
 
 
-@streams.command("grow", epilog="Example: penstock stream grow orders --partitions 8")
+@streams.command("grow", epilog=examples("penstock stream grow orders --partitions 8"))
 def grow_stream(
     context: typer.Context,
     stream: StreamArgument,
@@ -245,7 +248,7 @@ def grow_stream(
         say(f"stream {stream} grew from {before} to {_count(partitions, 'partition')}")
 
 
-@streams.command("drop", epilog="Example: penstock stream drop orders --yes")
+@streams.command("drop", epilog=examples("penstock stream drop orders --yes"))
 def drop_stream(
     context: typer.Context,
     stream: StreamArgument,
@@ -267,7 +270,7 @@ def drop_stream(
         say(f"dropped stream {found.name} and its {_count(events, 'event')}")
 
 
-@namespaces.command("list", epilog="Example: penstock namespace list --json")
+@namespaces.command("list", epilog=examples("penstock namespace list --json"))
 def list_namespaces(
     context: typer.Context,
     json: JsonOption = False,
@@ -283,7 +286,7 @@ def list_namespaces(
                 say(name)
 
 
-@namespaces.command("create", epilog="Example: penstock namespace create shop")
+@namespaces.command("create", epilog=examples("penstock namespace create shop"))
 def create_namespace(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME")],
@@ -297,7 +300,7 @@ def create_namespace(
     say_json({"created": name}) if json else say(f"created namespace {name}")
 
 
-@namespaces.command("drop", epilog="Example: penstock namespace drop shop")
+@namespaces.command("drop", epilog=examples("penstock namespace drop shop"))
 def drop_namespace(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME")],
@@ -324,7 +327,7 @@ def apply(
 ) -> None:
     """Make the log what a catalogue file says: shows the plan, then applies it as one.
 
-    Applied again, it does nothing. Example: penstock apply shop.toml --dry-run
+    Applied again, it does nothing.
     """
     catalogue = load(file)
     with open_named(context, log, log_option, create=True) as opened:

@@ -53,6 +53,11 @@ StreamArgument = Annotated[
 ]
 
 
+def examples(*commands: str) -> str:
+    """The end of a command's help: what one would type, a line each."""
+    return "\n\n".join(["**Examples**", *(f"`{command}`" for command in commands)])
+
+
 def open_named(
     context: typer.Context,
     log: str | None,

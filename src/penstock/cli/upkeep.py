@@ -23,6 +23,7 @@ from penstock.cli.options import (
     LogOption,
     LogOptionsOption,
     Settings,
+    examples,
     open_named,
 )
 from penstock.cli.output import progress_bar, say, say_json, table
@@ -33,9 +34,9 @@ JAVA_MIN = 17
 
 
 def register(app: typer.Typer) -> None:
-    app.command("verify", epilog="Example: penstock verify --log penstock.db")(verify)
-    app.command("backup", epilog="Example: penstock backup /backups/penstock-monday.db")(backup)
-    app.command("doctor", epilog="Example: penstock doctor --json")(doctor)
+    app.command("verify", epilog=examples("penstock verify --log penstock.db"))(verify)
+    app.command("backup", epilog=examples("penstock backup /backups/penstock-monday.db"))(backup)
+    app.command("doctor", epilog=examples("penstock doctor --json"))(doctor)
 
 
 def verify(

@@ -121,7 +121,8 @@ class Batch:
         if start == self.first_offset and end == self.next_offset:
             return self
         stored = slice_stamped(self._stored, start - self.first_offset, end - start)
-        return Batch(self.stream, self.partition, start, stored, self.runs)
+        first = bisect_right(self.runs, start, key=lambda run: run.offset) - 1
+        return Batch(self.stream, self.partition, start, stored, self.runs[first:])
 
     def data(self) -> pa.RecordBatch:
         """The record's columns as stored, brought to the stream's present record."""
@@ -174,8 +175,11 @@ class Batch:
         return self._stored.column(index)
 
     def explicit(self) -> pa.RecordBatch:
-        """Everything that is stored, with no column left to the stamp; for merging."""
-        return with_explicit_envelope(self._stored)
+        """Every event in full, in the stream's present record, with nothing left to the stamp.
+
+        For merging: batches of older versions and other stamps then look alike.
+        """
+        return with_explicit_envelope(self._stored, self.data())
 
     def events(
         self, record: type[Record] | None = None, key: bytes | None = None

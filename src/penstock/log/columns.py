@@ -12,76 +12,134 @@ from penstock.records.arrow import (
     UTC_MICROSECONDS,
     arrow_schema,
     conform,
+    is_alike,
     nullable,
 )
 from penstock.records.cloudevents import check_header
-from penstock.records.event import (
-    DATA,
-    DELETED,
-    ENVELOPE,
-    key_column,
-)
+from penstock.records.event import DATA, DELETED, ENVELOPE, GIVEN, ids_of, key_bytes, key_column
+
+ID_CHARS_MAX = 500
+_ALLOWED = tuple(name for name in GIVEN if name != "_source")
 
 
-def one_batch(table: pa.Table) -> pa.RecordBatch:
-    batches = table.combine_chunks().to_batches()
-    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+def one_batch(data: pa.RecordBatch | pa.Table) -> pa.RecordBatch:
+    """The data as one batch, with each column once."""
+    if not isinstance(data, pa.RecordBatch | pa.Table):
+        raise UsageError(
+            f"append takes a pyarrow.Table or RecordBatch, not {type(data).__name__}: use send "
+            "for single events"
+        )
+    names = data.schema.names
+    if len(set(names)) != len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise RecordError(f"there are several columns {double}: leave one")
+    if isinstance(data, pa.RecordBatch):
+        return data
+    batches = data.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=data.schema)
+
+
+def given_names(batch: pa.RecordBatch) -> list[str]:
+    """The envelope columns that the user gives; `RecordError` for one that is not a writer's."""
+    names = [name for name in batch.schema.names if name.startswith("_") and name != DELETED]
+    wrong = [name for name in names if name not in _ALLOWED]
+    if wrong:
+        raise RecordError(
+            f"the column {wrong[0]} is not one that a writer gives: leave it out "
+            f"(allowed: {', '.join(_ALLOWED)})"
+        )
+    return names
 
 
 def data_arrays(stream: Stream, batch: pa.RecordBatch) -> tuple[list[pa.Array], list[pa.Field]]:
+    """The stream's own columns, checked; and what follows from them where it must be stored."""
     plain = batch.select([name for name in batch.schema.names if not name.startswith("_")])
-    deleted = DELETED in batch.schema.names
-    if deleted and not stream.spec.table:
-        raise RecordError(f"stream {stream.name} is not a table: leave the column {DELETED} out")
+    deleted = _deleted(stream, batch)
     if stream.record is None:
-        kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
-        if plain.schema.names != [DATA] or plain.column(0).type != kind:
-            raise RecordError(f"stream {stream.name} has one data column, {DATA}: {kind}")
-        _check_json(stream, plain.column(0))
-    elif deleted:
-        return _table_arrays(stream, batch, plain)
-    else:
+        return _untyped_arrays(stream, plain, deleted)
+    if deleted is None:
         plain = conform(plain, stream.record)
-    return list(plain.columns), list(plain.schema)
-
-
-def _check_json(stream: Stream, column: pa.Array) -> None:
-    if stream.spec.content != "json":
-        return
-    for row, text in enumerate(column.to_pylist()):
-        try:
-            msgspec.json.decode(text)
-        except (msgspec.DecodeError, TypeError) as error:
-            raise RecordError(f"stream {stream.name}: row {row} is not JSON: {error}") from None
-
-
-def _table_arrays(
-    stream: Stream, batch: pa.RecordBatch, plain: pa.RecordBatch
-) -> tuple[list[pa.Array], list[pa.Field]]:
-    """Changes of a typed table, some of which delete: only the others must be whole records."""
-    deleted = batch.column(DELETED).fill_null(False)
-    record = stream.record
-    assert record is not None  # noqa: S101  only called for typed streams
-    conform(plain.filter(pc.invert(deleted)), record)
-    schema = nullable(arrow_schema(record))
-    columns = [plain.column(field.name).cast(field.type) for field in schema]
+        return list(plain.columns), list(plain.schema)
+    # Only entries that stay must be whole records.
+    conform(plain.filter(pc.invert(deleted)), stream.record)
+    schema = nullable(arrow_schema(stream.record))
+    columns = [_nullable_column(plain, field) for field in schema]
     return [*columns, deleted], [*schema, pa.field(DELETED, pa.bool_())]
 
 
+def _deleted(stream: Stream, batch: pa.RecordBatch) -> pa.Array | None:
+    index = batch.schema.get_field_index(DELETED)
+    if index < 0:
+        return None
+    if not stream.spec.table:
+        raise RecordError(f"stream {stream.name} is not a table: leave the column {DELETED} out")
+    column = batch.column(index)
+    if not pa.types.is_boolean(column.type):
+        raise RecordError(f"the column {DELETED} is {column.type}, not bool")
+    return column.fill_null(False)
+
+
+def _nullable_column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    index = batch.schema.get_field_index(field.name)
+    if index < 0:
+        return pa.nulls(batch.num_rows, field.type)
+    return batch.column(index).cast(field.type)
+
+
+def _untyped_arrays(
+    stream: Stream, plain: pa.RecordBatch, deleted: pa.Array | None
+) -> tuple[list[pa.Array], list[pa.Field]]:
+    kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
+    if plain.schema.names != [DATA] or not is_alike(plain.column(0).type, kind):
+        raise RecordError(f"stream {stream.name} has one data column, {DATA}: {kind}")
+    column = plain.column(0).cast(kind)
+    needed = column if deleted is None else column.filter(pc.invert(deleted))
+    if needed.null_count:
+        raise RecordError(f"stream {stream.name}: the column {DATA} has nulls")
+    arrays, fields = [column], [pa.field(DATA, kind)]
+    if stream.spec.content == "json":
+        keys = _json_keys(stream, column)
+        if stream.spec.key is not None and deleted is None:
+            arrays.append(pa.array(keys, pa.binary()))
+            fields.append(pa.field("_key", pa.binary()))
+    if deleted is not None:
+        arrays.append(deleted)
+        fields.append(pa.field(DELETED, pa.bool_()))
+    return arrays, fields
+
+
+def _json_keys(stream: Stream, column: pa.Array) -> list[bytes | None]:
+    """Check that every text is JSON; the keys, where the stream takes them from a field."""
+    keys: list[bytes | None] = []
+    field = stream.spec.key
+    for row, text in enumerate(column.to_pylist()):
+        try:
+            value = None if text is None else msgspec.json.decode(text)
+            keys.append(None if field is None or value is None else key_bytes(value[field]))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RecordError(f"stream {stream.name}: row {row} is not JSON: {error}") from None
+        except (KeyError, TypeError, IndexError):
+            raise RecordError(
+                f"stream {stream.name}: row {row} is no object with the field {field!r}, which is "
+                "the stream's key"
+            ) from None
+    return keys
+
+
 def given_column(stream: Stream, batch: pa.RecordBatch, name: str) -> pa.Array:
+    """An envelope column that the user gives, checked and of the right type."""
     column = batch.column(name)
     if name == "_key":
-        if stream.spec.key is not None and not stream.spec.table:
+        if stream.spec.key is not None and DELETED not in batch.schema.names:
             raise UsageError(
                 f"stream {stream.name} takes its key from the field {stream.spec.key}; "
                 "leave the column _key out"
             )
         return key_column(column)
     wanted = UTC_MICROSECONDS if name == "_time" else ENVELOPE.field(name).type
-    try:
-        column = column.cast(wanted)
-    except pa.ArrowException as error:
-        raise RecordError(f"the column {name} is {column.type}, not {wanted}: {error}") from None
+    if not is_alike(column.type, wanted):
+        raise RecordError(f"the column {name} is {column.type}, not {wanted}")
+    column = column.cast(wanted)
     if name == "_headers":
         for row in filter(None, column.to_pylist()):
             for header, value in row:
@@ -89,10 +147,42 @@ def given_column(stream: Stream, batch: pa.RecordBatch, name: str) -> pa.Array:
     return column
 
 
+def with_whole_ids(stream: Stream, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with an id for every row, where the user gave only some."""
+    index = batch.schema.get_field_index("_id")
+    if index < 0:
+        if stream.spec.ids == "producer":
+            raise UsageError(
+                f"stream {stream.name} takes its ids from the producer: give the column _id"
+            )
+        return batch
+    given = batch.column(index)
+    if given.null_count and stream.spec.ids == "producer":
+        raise UsageError(f"stream {stream.name} takes its ids from the producer: _id has nulls")
+    lengths = pc.min_max(pc.utf8_length(given))
+    if lengths["min"].as_py() == 0 or (lengths["max"].as_py() or 0) > ID_CHARS_MAX:
+        raise RecordError(
+            f"the column _id holds an empty id, or one over {ID_CHARS_MAX} characters"
+        )
+    if not given.null_count:
+        return batch
+    return batch.set_column(index, batch.schema.field(index), ids_of(batch))
+
+
 def widest(column: pa.Array) -> int:
     """An upper bound of a row's bytes in this column."""
-    if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
         return (pc.max(pc.binary_length(column)).as_py() or 0) + 4
-    if pa.types.is_nested(column.type):
-        return int(column.nbytes)
+    if pa.types.is_struct(kind):
+        return sum(map(widest, column.flatten()))
+    if pa.types.is_list(kind):
+        return 4 + _longest(column) * widest(column.flatten())
+    if pa.types.is_map(kind):
+        longest = max((len(row) for row in column.to_pylist() if row is not None), default=0)
+        return 4 + longest * (widest(column.keys) + widest(column.items))
     return 16
+
+
+def _longest(column: pa.Array) -> int:
+    return pc.max(pc.list_value_length(column)).as_py() or 0

@@ -16,7 +16,15 @@ import pyarrow.compute as pc
 
 from penstock.errors import LimitError, RecordError, UsageError
 from penstock.log.api import Limits, Part
-from penstock.log.columns import data_arrays, given_column, one_batch, widest
+from penstock.log.columns import (
+    data_arrays,
+    given_column,
+    given_names,
+    one_batch,
+    widest,
+    with_whole_ids,
+)
+from penstock.log.names import check_text
 from penstock.log.objects import Stream, check_writable_by_user
 from penstock.records.arrow import (
     arrow_schema,
@@ -30,7 +38,6 @@ from penstock.records.event import (
     DATA,
     DELETED,
     ENVELOPE,
-    GIVEN,
     Key,
     Stamp,
     key_bytes,
@@ -43,6 +50,9 @@ from penstock.records.evolution import check_evolution
 from penstock.records.schema import Record, schema_of
 
 SOURCE_CHARS_MAX = 200
+TEXT_CHARS_MAX = 500
+EVENT_OVERHEAD_BYTES = 1000
+"""About what a waiting event takes in memory beside its data."""
 
 
 class Outgoing(msgspec.Struct, frozen=True):
@@ -102,9 +112,9 @@ class Composer:
             id=self._id(stream, options.id),
             key=key,
             time_us=self._time(stream, options.time),
-            type=options.type,
+            type=None if options.type is None else _checked_text(options.type, "type"),
             headers=headers,
-            size=size + len(key or b"") + 64,
+            size=size + EVENT_OVERHEAD_BYTES + sum(map(len, (headers or {}).values())),
         )
         if size > self._limits.event_bytes_max:
             raise _too_large(stream, f"the event is {size} bytes", self._limits)
@@ -140,8 +150,8 @@ class Composer:
             )
         self._check_class(stream, type(data))
         codec = codec_of(type(data))
-        codec.validate(data)
-        return data, len(codec.pack(data))
+        value = codec.validated(data)
+        return value, len(codec.pack(value))
 
     def _check_class(self, stream: Stream, record: type[Record]) -> None:
         seen = (stream.id, stream.version, record)
@@ -178,10 +188,7 @@ class Composer:
                     f"stream {stream.name} takes its ids from the producer: give every event an id"
                 )
             return f"{self._prefix}-{self._take(1)}"
-        text = str(given)
-        if not text or len(text) > 500:
-            raise UsageError(f"an event's id has 1 to 500 characters, not {len(text)}")
-        return text
+        return _checked_text(str(given), "id")
 
     def _time(self, stream: Stream, given: dt.datetime | None) -> int | None:
         if given is None:
@@ -191,6 +198,8 @@ class Composer:
                 f"stream {stream.name} takes its time from the field {stream.spec.time}; "
                 "leave the time out"
             )
+        if not isinstance(given, dt.datetime):
+            raise RecordError(f"an event's time is a datetime, not {_kind(given)}")
         return microseconds(given)
 
     def part(self, stream: Stream, events: Sequence[Outgoing]) -> Part:
@@ -242,27 +251,15 @@ class Composer:
         Raises `RecordError` or `LimitError` naming the column; nothing is kept.
         """
         check_writable_by_user(stream.name)
-        if isinstance(batch, pa.Table):
-            batch = one_batch(batch)
-        names = batch.schema.names
-        given = [name for name in names if name in GIVEN and name != "_source"]
-        wrong = [n for n in names if n.startswith("_") and n not in given and n != DELETED]
-        if wrong:
-            raise RecordError(
-                f"the column {wrong[0]} is not one that a writer gives: leave it out "
-                f"(allowed: {', '.join(n for n in GIVEN if n != '_source')})"
-            )
+        batch = one_batch(batch)
         arrays, fields = data_arrays(stream, batch)
-        for name in given:
+        for name in given_names(batch):
             column = given_column(stream, batch, name)
             arrays.append(column)
             fields.append(pa.field(name, column.type))
         made = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
-        if stream.spec.ids == "producer" and "_id" not in given:
-            raise UsageError(
-                f"stream {stream.name} takes its ids from the producer: give the column _id"
-            )
         made = stamped(made, self._stamp(stream, made.num_rows))
+        made = with_whole_ids(stream, made)
         self._check_sizes(stream, made)
         return Part(str(stream.name), made)
 
@@ -313,6 +310,13 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
+def _checked_text(text: object, what: str) -> str:
+    if not isinstance(text, str) or not 0 < len(text) <= TEXT_CHARS_MAX:
+        raise RecordError(f"an event's {what} is text of 1 to {TEXT_CHARS_MAX} characters")
+    check_text(text, f"the {what}")
+    return text
+
+
 def _too_large(stream: Stream, fact: str, limits: Limits) -> LimitError:
     return LimitError(
         f"stream {stream.name}: {fact}; at most {limits.event_bytes_max} are allowed "
@@ -335,13 +339,13 @@ def _from_mapping(stream: Stream, data: Mapping[object, object]) -> Record:
         value = msgspec.convert(data, type=codec.record, strict=True)
     except msgspec.ValidationError as error:
         raise RecordError(f"{codec.schema.name}: {error}") from None
-    codec.validate(value)
-    return value
+    return codec.validated(value)
 
 
 def _field_key(stream: Stream, packed: Record | bytes | str, field: str) -> bytes | None:
     if isinstance(packed, Record):
-        value = getattr(packed, field)
+        names = dict(zip(packed.__struct_encode_fields__, packed.__struct_fields__, strict=True))
+        value = getattr(packed, names[field])
     else:
         try:
             value = msgspec.json.decode(packed)[field]
@@ -358,8 +362,11 @@ def _field_key(stream: Stream, packed: Record | bytes | str, field: str) -> byte
 def _checked_headers(headers: Mapping[str, str] | None, limits: Limits) -> Mapping[str, str] | None:
     if not headers:
         return None
+    if not isinstance(headers, Mapping):
+        raise RecordError(f"headers are a mapping of names to texts, not {_kind(headers)}")
     for name, value in headers.items():
         check_header(name, value)
+        check_text(value, f"the header {name}")
     size = sum(len(n) + len(v) for n, v in headers.items())
     if size > limits.headers_bytes_max:
         raise LimitError(

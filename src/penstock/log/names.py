@@ -63,6 +63,14 @@ def check_name(name: str, kind: str) -> None:
         )
 
 
+def check_text(text: str, what: str) -> None:
+    """Raise `BadNameError` for text that cannot be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadNameError(f"{what} {text[:40]!r} is not valid Unicode: repair it") from None
+
+
 def check_producer(name: str) -> None:
     """Raise `BadNameError` unless `name` may name a producer."""
     if len(name) > PRODUCER_CHARS_MAX or not _PRODUCER.fullmatch(name):

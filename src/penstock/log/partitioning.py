@@ -19,8 +19,10 @@ from penstock.records.event import (
 
 def split_part(stream: Stream, batch: pa.RecordBatch) -> list[tuple[int, pa.RecordBatch]]:
     """The events of a stamped batch by partition, in their order; see promise 7."""
+    if not batch.num_rows:
+        return []
     if stream.partitions == 1:
-        return [(0, batch)] if batch.num_rows else []
+        return [(0, batch)]
     homes = homes_of(batch, stream.partitions)
     found: list[tuple[int, pa.RecordBatch]] = []
     present = sorted(pc.unique(homes).to_pylist())
@@ -34,7 +36,7 @@ def split_part(stream: Stream, batch: pa.RecordBatch) -> list[tuple[int, pa.Reco
 
 def homes_of(batch: pa.RecordBatch, partitions: int) -> pa.Array:
     """The partition of each row. Rows without a key stay together, chosen by the first id."""
-    if partitions == 1:
+    if partitions == 1 or not batch.num_rows:
         return pa.repeat(pa.scalar(0, pa.int32()), batch.num_rows)
     keyless = partition_of(first_id(batch).encode(), partitions)
     return partitions_of(keys_of(batch), partitions, keyless)
@@ -43,9 +45,11 @@ def homes_of(batch: pa.RecordBatch, partitions: int) -> pa.Array:
 def chunks(batch: pa.RecordBatch, limits: Limits) -> list[pa.RecordBatch]:
     """A batch cut so that no stored one exceeds the limits of rows and bytes."""
     rows = batch.num_rows
-    most = limits.batch_rows_max
-    if batch.nbytes > limits.batch_bytes_max:
-        most = max(1, min(most, rows * limits.batch_bytes_max // batch.nbytes))
-    if rows <= most:
+    if rows > limits.batch_rows_max:
+        step = limits.batch_rows_max
+    elif rows > 1 and batch.nbytes > limits.batch_bytes_max:
+        step = (rows + 1) // 2
+    else:
         return [batch]
-    return [slice_stamped(batch, at, min(most, rows - at)) for at in range(0, rows, most)]
+    cut = [slice_stamped(batch, at, min(step, rows - at)) for at in range(0, rows, step)]
+    return [chunk for piece in cut for chunk in chunks(piece, limits)]

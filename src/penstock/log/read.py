@@ -50,17 +50,15 @@ def read_batches(log: Log, stream: str, options: ReadOptions = ReadOptions()) ->
     found = log.stream(stream)
     positions = {p: start_offset(log, stream, p, options.start) for p in _chosen(found, options)}
     stop = options.stop or threading.Event()
-    while True:
+    while not stop.is_set():
         for batch in _pass(log, stream, positions, options):
             yield batch
             if stop.is_set():
                 return
         if not options.follow:
             return
-        while not log.wait(stream, positions, FOLLOW_WAIT_S):
-            if stop.is_set():
-                return
-            _see_growth(log.stream(stream), positions, options)
+        log.wait(stream, positions, FOLLOW_WAIT_S)
+        _see_growth(log.stream(stream), positions, options)
 
 
 @overload
@@ -110,6 +108,10 @@ def _events(
 
 def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:
     """The offset at which reading a partition starts."""
+    if not isinstance(start, dt.datetime | int) and start not in ("earliest", "latest"):
+        raise UsageError(
+            f"start is {start!r}; it is earliest, latest, an offset or a time (a datetime)"
+        )
     if isinstance(start, dt.datetime):
         return log.offset_at(stream, partition, start)
     if start == "latest":

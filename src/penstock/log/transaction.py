@@ -14,7 +14,12 @@ from typing import Literal, Self
 
 import pyarrow as pa
 
-from penstock.errors import CommitOutcomeUnknownError, TransactionStateError
+from penstock.errors import (
+    CommitOutcomeUnknownError,
+    PenstockError,
+    SequenceError,
+    TransactionStateError,
+)
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part, Piece
 from penstock.log.compose import Composer, EventOptions, Outgoing
 from penstock.log.objects import Stream
@@ -58,6 +63,7 @@ class Transaction:
         self._log = log
         self._producer = producer
         self._sequence = sequence
+        self._numbered_here = sequence is None
         self._source = source
         self._options = options
         self._state: State = "new"
@@ -91,7 +97,7 @@ class Transaction:
         else:
             name = self._producer or f"transaction-{secrets.token_hex(8)}"
             self._holder = self._log.hold(name, ephemeral=self._producer is None)
-        if self._sequence is None:
+        if self._numbered_here:
             last = self._log.last_commit(self._holder.producer)
             self._sequence = last.sequence + 1 if last else 0
         self._composer = Composer(self._source or self._holder.producer, self._log.limits)
@@ -127,8 +133,8 @@ class Transaction:
         options = EventOptions(key=key, id=id, time=time, type=type, headers=headers)
         found = self._stream(stream)
         event = self._made().admit(found, data, options)
+        self._make_room(event.size)
         self._events.setdefault(str(found.name), []).append(event)
-        self._grow(event.size)
         return event.id
 
     def append(self, stream: str, batch: pa.RecordBatch | pa.Table) -> pa.Array:
@@ -136,9 +142,9 @@ class Transaction:
         self._check("write")
         found = self._stream(stream)
         part = self._made().arrow_part(found, batch)
+        self._make_room(part.batch.nbytes)
         self._close_events(str(found.name))
         self._parts.append(part)
-        self._grow(part.batch.nbytes)
         return ids_of(part.batch)
 
     def save(self, key: str, value: bytes | None) -> None:
@@ -159,11 +165,21 @@ class Transaction:
             self._close_events(name)
         commit = Commit(parts=self._parts, pieces=self._pieces, progress=self._progress)
         holder, sequence = self._name()
+        before: State = self._state
+        self._state = "unknown"  # also if an interrupt ends this call
         try:
             done = self._log.commit(holder, sequence, commit, self._options)
         except CommitOutcomeUnknownError:
-            self._state = "unknown"
             raise
+        except PenstockError:
+            self._state = before
+            raise
+        if done.repeated and before == "open" and self._numbered_here:
+            self._state = "rolled back"
+            raise SequenceError(
+                f"another transaction of {holder.producer} was committed as {sequence} meanwhile; "
+                "nothing of this one was: use one transaction at a time, or a producer each"
+            )
         self._state = "committed"
         return done
 
@@ -171,6 +187,9 @@ class Transaction:
         """Forget everything; what was staged is swept later."""
         self._check("roll back")
         self._state = "rolled back"
+        if self._pieces and self._producer is None:
+            # Nobody will open this name again; doing so now lets its pieces be swept at once.
+            self._log.hold(self._name()[0].producer, ephemeral=True)
         self._events.clear()
         self._parts.clear()
         self._progress.clear()
@@ -195,10 +214,12 @@ class Transaction:
         if events:
             self._parts.append(self._made().part(self._stream(name), events))
 
-    def _grow(self, size: int) -> None:
-        self._bytes += size
-        if self._bytes > self._log.limits.transaction_memory_bytes_max:
+    def _make_room(self, size: int) -> None:
+        """Stage what is here if more would be too much; before more is taken in, so that a
+        failure leaves the transaction as it was."""
+        if self._bytes and self._bytes + size > self._log.limits.transaction_memory_bytes_max:
             self._stage()
+        self._bytes += size
 
     def _stage(self) -> None:
         for name in list(self._events):

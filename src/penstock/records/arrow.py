@@ -19,6 +19,8 @@ import pyarrow.compute as pc
 
 from penstock.errors import RecordError
 from penstock.records.schema import (
+    INT_MAX,
+    INT_MIN,
     Choice,
     DictOf,
     Digits,
@@ -95,21 +97,19 @@ class RecordCodec:
             info.encode_name: types.GenericAlias(list, (info.type,)) for info in self._fields
         }
 
-    def validate(self, value: Record) -> None:
-        """Raise `RecordError` with the path of the first field that does not fit."""
+    def validated(self, value: Record) -> Record:
+        """The value as it will be stored; `RecordError` has the path of what does not fit."""
         if not isinstance(value, self.record):
             raise RecordError(
                 f"expected a record {self.record.__name__}, got {type(value).__name__}"
             )
-        self._checked(lambda: self._one.decode(self._pack.encode(value)))
-        for leaf, type_, path in _walk(value, self.schema, self.record.__name__):
-            _check_leaf(leaf, type_, path)
-
-    def _checked(self, decode: object) -> None:
         try:
-            decode()  # type: ignore[operator]
+            found = self._one.decode(self._pack.encode(value))
         except (msgspec.ValidationError, TypeError, OverflowError, ValueError) as error:
             raise RecordError(f"{self.record.__name__}: {error}") from None
+        for leaf, type_, path in _walk(found, self.schema, self.record.__name__):
+            _check_leaf(leaf, type_, path)
+        return found
 
     def from_json(self, text: bytes | str) -> Record:
         """Decode and validate one JSON object."""
@@ -119,8 +119,7 @@ class RecordCodec:
             raise RecordError(f"{self.record.__name__}: {error}") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RecordError(f"not valid JSON: {error}") from None
-        self.validate(value)
-        return value
+        return self.validated(value)
 
     def pack(self, value: Record) -> bytes:
         return self._pack.encode(value)
@@ -130,9 +129,9 @@ class RecordCodec:
         try:
             return self._one.decode(data)
         except msgspec.ValidationError:
-            values = {field.name: None for field in self.schema.fields}
-            values |= msgspec.msgpack.decode(data)
-            return msgspec.convert(values, self.record, builtin_types=_BUILTIN)
+            # A field was added that has no default here: it is None, also in nested records.
+            filled = msgspec.msgpack.decode(data, type=record_type(self.schema))
+            return self._one.decode(self._pack.encode(filled))
 
     def to_arrow(self, records: Sequence[Record | None]) -> pa.RecordBatch:
         """Columns of `records`, in the record's field order; a `None` is a row of nulls."""
@@ -209,7 +208,7 @@ def _conform_column(batch: pa.RecordBatch, field: Field, arrow: pa.Field, record
     column = batch.column(index)
     if column.type != arrow.type:
         try:
-            if not _is_alike(column.type, arrow.type):
+            if not is_alike(column.type, arrow.type):
                 raise TypeError("convert it first")
             column = column.cast(arrow.type)
         except (pa.ArrowException, TypeError) as error:
@@ -235,7 +234,7 @@ _FAMILIES = (
 )
 
 
-def _is_alike(given: pa.DataType, wanted: pa.DataType) -> bool:
+def is_alike(given: pa.DataType, wanted: pa.DataType) -> bool:
     """Whether a cast only changes the representation, never what the value means."""
     if pa.types.is_dictionary(given):
         given = given.value_type
@@ -244,7 +243,21 @@ def _is_alike(given: pa.DataType, wanted: pa.DataType) -> bool:
     if pa.types.is_timestamp(wanted):
         return pa.types.is_timestamp(given) and (given.tz is None) == (wanted.tz is None)
     family = next(family for family in _FAMILIES if family[0](wanted))
-    return any(member(given) for member in family)
+    if not any(member(given) for member in family):
+        return False
+    if pa.types.is_list(wanted):
+        return is_alike(given.value_type, wanted.value_type)
+    if pa.types.is_map(wanted):
+        return is_alike(given.key_type, wanted.key_type) and is_alike(
+            given.item_type, wanted.item_type
+        )
+    if pa.types.is_struct(wanted):
+        return all(
+            is_alike(given.field(field.name).type, field.type)
+            for field in wanted
+            if given.get_field_index(field.name) >= 0
+        )
+    return True
 
 
 def check_column(column: pa.Array, type_: Type, path: str) -> None:
@@ -294,7 +307,9 @@ def _parts(type_: Type) -> Iterable[Type]:
 
 
 def _check_leaf(leaf: object, type_: Type, path: str) -> None:
-    """Refuse what Arrow would silently change: a datetime without a zone, a Decimal cut short."""
+    """Refuse what Arrow would change or not take: no zone, a Decimal cut short, a huge integer."""
+    if isinstance(leaf, int) and not INT_MIN <= leaf <= INT_MAX:
+        raise RecordError(f"{path}: {leaf} does not fit 64 bits")
     if isinstance(type_, Digits):
         try:
             pa.scalar(leaf, arrow_type(type_))
@@ -308,13 +323,13 @@ def _check_leaf(leaf: object, type_: Type, path: str) -> None:
 
 
 def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type, str]]:
-    """Every datetime and Decimal inside `value`, with its declared type and its path."""
+    """Every datetime, int and Decimal inside `value`, with its declared type and its path."""
     match type_:
         case _ if value is None:
             return
         case Maybe(of=of):
             yield from _walk(value, of, path)
-        case Scalar(kind="datetime") | Digits():
+        case Scalar(kind="datetime" | "int") | Digits():
             yield value, type_, path
         case ListOf(item=item) | SetOf(item=item) if _needs_walk(item):
             for index, element in enumerate(cast(Iterable[object], value)):
@@ -331,6 +346,6 @@ def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type,
 @functools.cache
 def _needs_walk(type_: Type) -> bool:
     return any(
-        isinstance(part, Digits) or (isinstance(part, Scalar) and part.kind == "datetime")
+        isinstance(part, Digits) or (isinstance(part, Scalar) and part.kind in ("datetime", "int"))
         for part in _parts(type_)
     )

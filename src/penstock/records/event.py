@@ -85,7 +85,10 @@ def key_bytes(key: Key | None) -> bytes | None:
         raise RecordError(
             f"a key is str, int or bytes, not {type(key).__name__}: pass one of these"
         )
-    return str(key).encode()
+    try:
+        return str(key).encode()
+    except UnicodeEncodeError:
+        raise RecordError(f"the key {key!r} is not valid Unicode: repair it") from None
 
 
 def key_column(column: pa.Array) -> pa.Array:
@@ -191,10 +194,9 @@ def envelope(batch: pa.RecordBatch, names: Sequence[str]) -> dict[str, pa.Array]
     return {name: _envelope_column(batch, stamp, name) for name in names}
 
 
-def with_explicit_envelope(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same events with every envelope column written out, so that batches can be joined."""
+def with_explicit_envelope(batch: pa.RecordBatch, plain: pa.RecordBatch) -> pa.RecordBatch:
+    """The data columns `plain`, with every envelope column of `batch` written out beside them."""
     columns = envelope(batch, GIVEN)
-    plain = data_columns(batch)
     arrays, fields = list(plain.columns), list(plain.schema)
     for name, column in columns.items():
         arrays.append(column)

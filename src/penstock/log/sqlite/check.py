@@ -16,7 +16,7 @@ from penstock.log.sqlite.connection import ReaderPool, many, one, read_blob, tra
 from penstock.log.sqlite.reading import Row, decode
 
 BACKUP_PAGES = 1024
-ROWS_AT_A_TIME = 256
+OFFSET_MAX = 2**63 - 1
 
 
 class Verifier:
@@ -55,30 +55,45 @@ class Verifier:
     def _partition(
         self, stream: Stream, partition: int, first: int, next_: int
     ) -> Iterator[Damage]:
-        expected = first
-        for row in self._rows(stream, partition, first):
-            if row.first_offset >= next_:
-                break  # appended meanwhile
-            if row.first_offset > expected:
-                yield _gap(stream, partition, expected, row.first_offset - 1)
-            expected = row.next_offset
+        """Follow the offsets from batch to batch, as a reader would; what is new is left out."""
+        offset = first
+        while offset < next_:
+            row = self._row(stream, partition, offset)
+            if row is None or row.first_offset > offset:
+                end = next_ if row is None else min(row.first_offset, next_)
+                if self._still_wanted(stream, partition, offset):
+                    yield _gap(stream, partition, offset, end - 1)
+                offset = end
+                continue
             yield from self._batch(stream, partition, row)
+            offset = row.next_offset
             self._done += 1
             self._progress(self._done, max(self._total, self._done))
-        if expected < next_:
-            yield _gap(stream, partition, expected, next_ - 1)
+        yield from self._beyond(stream, partition)
 
-    def _rows(self, stream: Stream, partition: int, offset: int) -> Iterator[Row]:
-        while True:
-            with self._pool.lend() as connection:
-                found = many(
-                    connection, "batches_from", stream.id, partition, offset, ROWS_AT_A_TIME
-                )
-            rows = [Row(*row) for row in found]
-            yield from rows
-            if not rows:
-                return
-            offset = rows[-1].next_offset
+    def _beyond(self, stream: Stream, partition: int) -> Iterator[Damage]:
+        """Batches past the partition's end: readers would never come to them."""
+        with self._pool.lend() as connection:
+            last = one(connection, "batch_before", stream.id, partition, OFFSET_MAX)
+            bounds = one(connection, "offsets_of_partition", stream.id, partition)
+        if last is not None and bounds is not None and Row(*last).next_offset > bounds[1]:
+            row = Row(*last)
+            yield _damage(stream, partition, row, "the recorded end of the partition is too low")
+
+    def _row(self, stream: Stream, partition: int, offset: int) -> Row | None:
+        """The batch that holds an offset, or the next one."""
+        place = (stream.id, partition, offset)
+        with self._pool.lend() as connection:
+            found = one(connection, "batch_before", *place)
+            if found is None or Row(*found).next_offset <= offset:
+                found = one(connection, "batches_from", *place, 1)
+        return None if found is None else Row(*found)
+
+    def _still_wanted(self, stream: Stream, partition: int, offset: int) -> bool:
+        """Whether an offset should be there: retention or a drop may have taken it meanwhile."""
+        with self._pool.lend() as connection:
+            row = one(connection, "offsets_of_partition", stream.id, partition)
+        return row is not None and offset >= row[0]
 
     def _batch(self, stream: Stream, partition: int, row: Row) -> Iterator[Damage]:
         try:

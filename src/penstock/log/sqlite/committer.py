@@ -6,10 +6,12 @@ wait by then. So a lone commit pays for no hand-over, and many small ones share 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -23,7 +25,16 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.failpoints import failpoint
-from penstock.log.sqlite.connection import Row, connect, many, now_us, one, translate, translated
+from penstock.log.sqlite.connection import (
+    Row,
+    check_process,
+    connect,
+    many,
+    now_us,
+    one,
+    translate,
+    translated,
+)
 
 T = TypeVar("T")
 GROUP_MAX = 256
@@ -39,7 +50,7 @@ class Write:
         self.epoch: int
         self.commit_number, self.epoch, last_us = self.must("state")
         self.time_us: int = max(now_us(), last_us)
-        self._partitions: dict[tuple[int, int], list[int]] = {}
+        self._partitions: dict[tuple[int, int], _Partition] = {}
 
     def run(self, name: str, *values: object) -> None:
         """Run a statement that changes something."""
@@ -77,23 +88,36 @@ class Write:
         self.dirty = True
         place = (stream_id, partition)
         if place not in self._partitions:
-            self._partitions[place] = list(self.must("partition", *place))
-        counters = self._partitions[place]
-        first: int = counters[0]
-        counters[0] += rows
-        counters[1] += size
-        counters[2] += 1
+            self._partitions[place] = _Partition(*self.must("next_offset", *place))
+        found = self._partitions[place]
+        first = found.next_offset
+        found.next_offset += rows
+        found.bytes_added += size
+        found.batches_added += 1
         return first
 
     def finish(self) -> None:
         """Write the shared counters; called once, before COMMIT."""
-        for (stream_id, partition), counters in self._partitions.items():
-            self.run("save_partition", *counters, stream_id, partition)
+        for (stream_id, partition), found in self._partitions.items():
+            added = (found.next_offset, found.bytes_added, found.batches_added)
+            self.run("save_partition", *added, stream_id, partition)
         self.run("save_state", self.commit_number, self.epoch, self.time_us)
 
 
+@dataclass
+class _Partition:
+    """What a transaction adds to a partition. Others may change its size meanwhile."""
+
+    next_offset: int
+    bytes_added: int = 0
+    batches_added: int = 0
+
+
 class _Ticket(Generic[T]):
-    """One thread's wish to write, and what became of it."""
+    """One thread's wish to write, and what became of it.
+
+    Until it is known to have happened, it has not: the error is there from the start.
+    """
 
     def __init__(self, work: Callable[[Write], T], durable: bool) -> None:
         self.work = work
@@ -101,6 +125,11 @@ class _Ticket(Generic[T]):
         self.done = False
         self.result: T | None = None
         self.error: BaseException | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.result = None
+        self.error = LogBusyError("the write was interrupted before it was made; try again")
 
     def outcome(self) -> T:
         if self.error is not None:
@@ -124,6 +153,7 @@ class Committer:
         self._connection: apsw.Connection | None = None
         self._durable: bool | None = None
         self._closed = False
+        self._process = os.getpid()
 
     def submit(self, work: Callable[[Write], T], *, durable: bool, timeout_s: float) -> T:
         """Do the work in a committed transaction.
@@ -131,39 +161,52 @@ class Committer:
         Raises what the work raised; `LogBusyError` when the writer was not free in time (the
         work is not done); `CommitOutcomeUnknownError` when COMMIT itself failed.
         """
+        check_process(self._process, self._path)
         ticket: _Ticket[T] = _Ticket(work, durable)
-        self._queue.append(ticket)  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
-            return self._give_up(ticket)
+        held = False
         try:
-            while not ticket.done:
+            self._queue.append(ticket)  # type: ignore[arg-type]
+            held = self._lock.acquire(timeout=timeout_s)
+            while held and not ticket.done:
                 self._commit_waiting(max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            self._withdraw(ticket)
+            raise
         finally:
-            self._lock.release()
+            if held:
+                self._lock.release()
+        if not held:
+            self._give_up(ticket)
         return ticket.outcome()
 
-    def _give_up(self, ticket: _Ticket[T]) -> T:
+    def _withdraw(self, ticket: _Ticket[T]) -> bool:
+        """Take a ticket back; False if somebody has taken it on meanwhile."""
         try:
             self._queue.remove(ticket)  # type: ignore[arg-type]
         except ValueError:
-            # Somebody took it meanwhile; its COMMIT is under way.
-            if ticket.done:
-                return ticket.outcome()
+            return False
+        return True
+
+    def _give_up(self, ticket: _Ticket[T]) -> None:
+        if self._withdraw(ticket):
+            raise LogBusyError(f"{self._path}: the writer was not free in time; try again")
+        if not ticket.done:
             raise CommitOutcomeUnknownError(
                 f"the commit to {self._path} did not finish in time; it may still happen: "
                 "commit again under the same name"
-            ) from None
-        raise LogBusyError(f"{self._path}: the writer was not free in time; try again")
+            )
 
     def _commit_waiting(self, timeout_s: float) -> None:
         group: list[_Ticket[object]] = []
-        while self._queue and len(group) < GROUP_MAX:
-            group.append(self._queue.popleft())
         try:
+            while self._queue and len(group) < GROUP_MAX:
+                group.append(self._queue[0])
+                self._queue.popleft()
             if not self._run(group, timeout_s):
                 for ticket in group:
-                    ticket.error = None
+                    ticket.reset()
+                for ticket in group:
                     self._run([ticket], timeout_s)
         finally:
             for ticket in group:
@@ -171,49 +214,49 @@ class Committer:
             self._on_commit()
 
     def _run(self, group: list[_Ticket[object]], timeout_s: float) -> bool:
-        """Run a group in one transaction; False where its members must be run one by one."""
+        """Run a group in one transaction; False where its members must be run one by one.
+
+        Whatever ends it early, an interrupt included, no transaction stays open.
+        """
         try:
-            write = self._begin(any(ticket.durable for ticket in group), timeout_s)
-        except Exception as error:
-            for ticket in group:
-                ticket.error = error
-            return True
-        try:
-            for ticket in group:
-                self._work(write, ticket)
-            if write.dirty:
-                write.finish()
-                failpoint("commit.producer")
-        except Exception as error:
-            self._roll_back(write.connection)
-            if len(group) > 1:
-                return False
-            known = translate(error, self._path) if isinstance(error, apsw.Error) else error
-            group[0].error = known
-            return True
-        except BaseException:  # the leading thread is being ended; the others may try again
-            self._roll_back(write.connection)
-            for ticket in group:
-                ticket.error = LogBusyError("the write was interrupted; try again")
+            try:
+                write = self._begin(any(ticket.durable for ticket in group), timeout_s)
+            except Exception as error:
+                self._roll_back()
+                for ticket in group:
+                    ticket.error = error
+                return True
+            try:
+                results = [self._work(write, ticket) for ticket in group if not ticket.done]
+                if write.dirty:
+                    write.finish()
+                    failpoint("commit.producer")
+            except Exception as error:
+                self._roll_back()
+                if len(group) > 1:
+                    return False
+                known = translate(error, self._path) if isinstance(error, apsw.Error) else error
+                group[0].error = known
+                return True
+            self._commit(write, [ticket for ticket in results if ticket is not None])
+        except BaseException:
+            self._roll_back()
             raise
-        self._commit(write, group)
         return True
 
     def _begin(self, durable: bool, timeout_s: float) -> Write:
         with translated(self._path):
             connection = self._writer()
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
             if durable != self._durable:
                 level = "FULL" if durable else "NORMAL"
                 connection.execute(f"PRAGMA synchronous = {level}").fetchall()
                 self._durable = durable
             connection.set_busy_timeout(int(timeout_s * 1000))
             connection.execute("BEGIN IMMEDIATE")
-            try:
-                write = Write(connection)
-                failpoint("commit.begun")
-            except BaseException:
-                self._roll_back(connection)
-                raise
+            write = Write(connection)
+            failpoint("commit.begun")
             return write
 
     def _writer(self) -> apsw.Connection:
@@ -223,7 +266,8 @@ class Committer:
             self._connection = connect(self._path, self._vfs)
         return self._connection
 
-    def _work(self, write: Write, ticket: _Ticket[object]) -> None:
+    def _work(self, write: Write, ticket: _Ticket[object]) -> _Ticket[object] | None:
+        """Do a ticket's work; the ticket, unless the work refused before it changed anything."""
         before, write.dirty = write.dirty, False
         try:
             ticket.result = ticket.work(write)
@@ -231,21 +275,28 @@ class Committer:
             if write.dirty:
                 raise
             ticket.error = error
-        write.dirty = write.dirty or before
+            return None
+        finally:
+            write.dirty = write.dirty or before
+        return ticket
 
     def _commit(self, write: Write, group: list[_Ticket[object]]) -> None:
+        """COMMIT. While it runs, nobody can say whether it has happened."""
+        for ticket in group:
+            ticket.error = self._unknown("it was interrupted")
         try:
             write.connection.execute("COMMIT" if write.dirty else "ROLLBACK")
             failpoint("commit.committed")
-        except BaseException as error:
-            self._roll_back(write.connection)
-            unknown = self._unknown(error)
+        except Exception as error:
+            self._roll_back()
+            known = self._failed(error)
             for ticket in group:
-                ticket.error = ticket.error or unknown
-            if not isinstance(error, Exception):
-                raise
+                ticket.error = known
+            return
+        for ticket in group:
+            ticket.error = None
 
-    def _unknown(self, error: BaseException) -> BaseException:
+    def _failed(self, error: Exception) -> PenstockError:
         if isinstance(error, apsw.FullError):
             return LogFullError(
                 f"the disk that holds {self._path} is full; nothing was written: free some space "
@@ -253,15 +304,19 @@ class Committer:
             )
         if isinstance(error, apsw.BusyError):
             return translate(error, self._path)
+        return self._unknown(str(error))
+
+    def _unknown(self, why: str) -> CommitOutcomeUnknownError:
         return CommitOutcomeUnknownError(
-            f"COMMIT on {self._path} failed ({error}); after a crash it may turn out to have "
+            f"COMMIT on {self._path} failed ({why}); after a crash it may turn out to have "
             "happened: commit again under the same name"
         )
 
-    def _roll_back(self, connection: apsw.Connection) -> None:
+    def _roll_back(self) -> None:
         """End a failed transaction; where even that fails, a new connection takes over."""
+        connection = self._connection
         try:
-            if connection.in_transaction:
+            if connection is not None and connection.in_transaction:
                 connection.execute("ROLLBACK")
         except apsw.Error:
             self._connection = None

@@ -248,6 +248,15 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
+def check_process(opened_in: int, path: Path) -> None:
+    """Refuse connections that a fork has copied: SQLite's locks do not survive it."""
+    if os.getpid() != opened_in:
+        raise errors.ClosedError(
+            f"the log {path} was opened before this process was forked: "
+            "open it in the process that uses it"
+        )
+
+
 class ReaderPool:
     """Reader connections, lent to one user at a time; a few stay open between uses."""
 
@@ -257,10 +266,12 @@ class ReaderPool:
         self._idle: list[apsw.Connection] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[apsw.Connection]:
         """A connection in autocommit mode. Raises `LogError` kinds for SQLite's errors."""
+        check_process(self._process, self._path)
         with self._lock:
             if self._closed:
                 raise errors.ClosedError(f"the log {self._path} is closed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +12,10 @@ import apsw
 import msgspec
 
 from penstock.errors import (
-    ClosedError,
     CommitOutcomeUnknownError,
+    FencedError,
     LogError,
-    LogFullError,
+    PieceError,
     UsageError,
 )
 from penstock.failpoints import failpoint
@@ -51,7 +50,7 @@ from penstock.log.objects import (
 from penstock.log.sqlite import connection as sqlite
 from penstock.log.sqlite.check import Verifier, back_up
 from penstock.log.sqlite.committer import Committer, Write
-from penstock.log.sqlite.objects import Changer, Directory, create_system_objects
+from penstock.log.sqlite.objects import Changer, Directory, create_system_objects, stream_in
 from penstock.log.sqlite.reading import Reader, Waiter
 from penstock.log.sqlite.tables import Tables, write_pin
 from penstock.log.sqlite.upkeep import Caretaker, Housekeeper
@@ -100,7 +99,6 @@ class SqliteLog:
         self._limits = limits
         self._defaults = defaults
         self._options = options
-        self._pid = os.getpid()
         self._open = False
         self._pool = sqlite.ReaderPool(path, options.vfs)
         self._reader = Reader(self._pool)
@@ -109,7 +107,7 @@ class SqliteLog:
         self._directory = Directory()
         self._committer = Committer(path, options.vfs, self._waiter.tell)
         self._caretaker = Caretaker(options.upkeep_interval_ms / 1000, self._keep_up)
-        self._housekeeper = Housekeeper(self._pool, self._submit_quietly)
+        self._housekeeper = Housekeeper(self._pool, self._submit_quietly, limits)
         self._composer = Composer("penstock", limits)
         self._uncertain: set[tuple[str, int]] = set()
 
@@ -163,7 +161,6 @@ class SqliteLog:
             return self._directory.all(connection)
 
     def stream(self, name: str) -> Stream:
-        self._check_process()
         with self._pool.lend() as connection:
             return self._directory.get(connection, name)
 
@@ -181,13 +178,13 @@ class SqliteLog:
         self._submit(work)
 
     def _changer(self, write: Write) -> Changer:
-        return Changer(write, self._directory, self._defaults, self._limits.partitions_max)
+        return Changer(write, self._defaults, self._limits.partitions_max)
 
     def _note(self, write: Write, notes: Sequence[ObjectChanged]) -> None:
         """Append to `_system.objects` inside the change's own transaction."""
         if not notes:
             return
-        stream = self._directory.get(write.connection, OBJECTS)
+        stream = stream_in(write, OBJECTS)
         events = [self._composer.admit(stream, note, EventOptions(), system=True) for note in notes]
         part = self._composer.part(stream, events)
         prepared = prepare_part(stream, part, self._limits, CommitOptions())
@@ -234,7 +231,7 @@ class SqliteLog:
     def stage(
         self, holder: Holder, sequence: int, part: Part, options: CommitOptions = CommitOptions()
     ) -> Piece:
-        check_compression(options.compression)
+        _check_call(sequence, options)
         check_limits(Commit(parts=[part]), self._limits)
 
         def attempt() -> Piece:
@@ -256,25 +253,27 @@ class SqliteLog:
         commit: Commit,
         options: CommitOptions = CommitOptions(),
     ) -> Committed:
-        check_compression(options.compression)
+        _check_call(sequence, options)
         check_limits(commit, self._limits)
-        if not 0 <= sequence < 2**63:
-            raise UsageError(f"a sequence is 0 or more and fits 64 bits, not {sequence}")
-        last = self.last_commit(holder.producer) if commit.pieces else None
-        if last is not None and last.sequence == sequence:
-            return self._repeat(holder, last)
         name = (holder.producer, sequence)
         try:
             done = self._until_steady(lambda: self._commit(holder, sequence, commit, options), name)
+        except PieceError:
+            last = self.last_commit(holder.producer)
+            if last is None or last.sequence != sequence:
+                raise
+            return self._repeat(holder, last)
         except CommitOutcomeUnknownError:
             self._uncertain.add(name)
             raise
-        except LogFullError as error:
-            if name in self._uncertain:
-                raise CommitOutcomeUnknownError(
-                    f"an earlier try of this commit may have happened, and now {error}"
-                ) from error
-            raise
+        except (LogError, FencedError) as error:
+            if name not in self._uncertain:
+                raise
+            if not error.retriable:
+                self._uncertain.discard(name)
+            raise CommitOutcomeUnknownError(
+                f"an earlier try of this commit may have happened, and now {error}"
+            ) from error
         self._uncertain.discard(name)
         return done
 
@@ -407,6 +406,7 @@ class SqliteLog:
             "bytes": self._path.stat().st_size,
             "wal_bytes": wal.stat().st_size if wal.exists() else 0,
             "streams": len(self.streams()),
+            "upkeep_error": self._caretaker.last_error,
             "batches": int(batches[0]) if batches else 0,
         }
 
@@ -415,15 +415,15 @@ class SqliteLog:
     def _submit(
         self, work: Callable[[Write], T], *, durable: bool = True, timeout_ms: int = 30_000
     ) -> T:
-        self._check_process()
         return self._committer.submit(work, durable=durable, timeout_s=timeout_ms / 1000)
 
     def _submit_quietly(self, work: Callable[[Write], int]) -> int:
         return self._submit(work, durable=False)
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"the log {self._path} was opened before this process was forked: "
-                "open it in the process that uses it"
-            )
+
+def _check_call(sequence: int, options: CommitOptions) -> None:
+    check_compression(options.compression)
+    if options.timeout_ms < 1:
+        raise UsageError(f"timeout_ms is {options.timeout_ms}; it must be at least 1")
+    if not 0 <= sequence < 2**63:
+        raise UsageError(f"a sequence is 0 or more and fits 64 bits, not {sequence}")

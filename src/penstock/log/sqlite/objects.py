@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import apsw
 import msgspec
 
-from penstock.errors import ObjectExistsError, UnknownObjectError, UsageError
+from penstock.errors import LogError, ObjectExistsError, UnknownObjectError, UsageError
 from penstock.failpoints import failpoint
+from penstock.log.batch import checksum
 from penstock.log.names import DEFAULT, SYSTEM, StreamName, parse_stream
 from penstock.log.objects import (
     AlterStream,
@@ -37,7 +38,11 @@ _SPEC = msgspec.json.Decoder(StreamSpec)
 
 
 class Directory:
-    """Streams by name, read from the file and kept while they do not change."""
+    """Streams by name, read from the file and kept while they do not change.
+
+    For connections that only see what is committed: never inside a write transaction, whose
+    streams may turn out never to have been.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, Stream] = {}
@@ -50,48 +55,68 @@ class Directory:
         known = self._known.get(id_)
         if known is None or known.version != version:
             known = load_stream(connection, id_)
-            self._known[id_] = known
+            if known is not None:
+                self._known[id_] = known
         return known
 
-    def get(self, connection: apsw.Connection, name: str | StreamName) -> Stream:
-        parsed = parse_stream(name) if isinstance(name, str) else name
-        found = self.find(connection, parsed)
-        if found is None:
-            raise UnknownObjectError(
-                f"there is no stream {parsed}: see `penstock stream list`, or create it with "
-                f"`penstock stream create {parsed}`"
-            )
-        return found
+    def get(self, connection: apsw.Connection, name: str) -> Stream:
+        parsed = parse_stream(name)
+        return _must_exist(self.find(connection, parsed), parsed)
 
     def all(self, connection: apsw.Connection) -> list[Stream]:
         names = many(connection, "stream_names")
-        return [self.get(connection, StreamName(*name)) for name in names]
+        found = [self.find(connection, StreamName(*name)) for name in names]
+        return [stream for stream in found if stream is not None]
 
 
-def load_stream(connection: apsw.Connection, stream_id: int) -> Stream:
+def _must_exist(stream: Stream | None, name: StreamName) -> Stream:
+    if stream is None:
+        raise UnknownObjectError(
+            f"there is no stream {name}: see `penstock stream list`, or create it with "
+            f"`penstock stream create {name}`"
+        )
+    return stream
+
+
+def stream_in(write: Write, name: StreamName) -> Stream:
+    """A stream as a write transaction sees it."""
+    row = write.look("stream_version", *name)
+    return _must_exist(None if row is None else load_stream(write.connection, row[0]), name)
+
+
+def load_stream(connection: apsw.Connection, stream_id: int) -> Stream | None:
+    """The stream of an id; `None` where it has been dropped."""
     row = one(connection, "stream", stream_id)
-    assert row is not None  # noqa: S101  the caller has just seen it
-    id_, namespace, name, spec, grown, created_us, version = row
-    texts = many(connection, "records_of_stream", stream_id)
+    if row is None:
+        return None
+    id_, namespace, name, spec, grown, created_us, version, mark = row
+    texts = [text for (text,) in many(connection, "records_of_stream", stream_id)]
+    named = StreamName(namespace, name)
+    if mark != _seal(id_, named, spec, grown, texts):
+        raise LogError(
+            f"the declaration of stream {named} is damaged: its events cannot be read safely; "
+            "restore a backup"
+        )
     return Stream(
         id=id_,
-        name=StreamName(namespace, name),
+        name=named,
         spec=_SPEC.decode(spec),
         grown=tuple(msgspec.json.decode(grown)),
-        records=tuple(schemas.decode(text) for (text,) in texts),
+        records=tuple(schemas.decode(text) for text in texts),
         created=from_microseconds(created_us),
         version=version,
     )
 
 
+def _seal(stream_id: int, name: StreamName, spec: str, grown: str, records: list[str]) -> int:
+    return checksum(msgspec.json.encode([stream_id, name, spec, grown, records]))
+
+
 class Changer:
     """Carries changes out in one write transaction; the first that is wrong undoes all."""
 
-    def __init__(
-        self, write: Write, directory: Directory, defaults: Defaults, partitions_max: int
-    ) -> None:
+    def __init__(self, write: Write, defaults: Defaults, partitions_max: int) -> None:
         self._write = write
-        self._directory = directory
         self._defaults = defaults
         self._partitions_max = partitions_max
 
@@ -118,7 +143,7 @@ class Changer:
                 pass
         parsed = parse_stream(name)
         check_writable_by_user(parsed)
-        return self._directory.get(self._write.connection, parsed)
+        return stream_in(self._write, parsed)
 
     def _one(self, change: Change, before: Stream | None) -> None:
         match change:
@@ -183,6 +208,14 @@ class Changer:
             self._write.run("insert_record", stream_id, 1, _json(spec.record))
         for partition in range(partitions):
             self._write.run("insert_partition", stream_id, partition)
+        self._seal(stream_id)
+
+    def _seal(self, stream_id: int) -> None:
+        """Seal a stream's declaration as it is now."""
+        id_, namespace, name, spec, grown, *_ = self._write.must("stream", stream_id)
+        texts = [text for (text,) in self._write.look_all("records_of_stream", stream_id)]
+        mark = _seal(id_, StreamName(namespace, name), spec, grown, texts)
+        self._write.run("seal_stream", mark, stream_id)
 
     def _alter_stream(self, stream: Stream, spec: StreamSpec) -> None:
         check_spec(spec, self._partitions_max)
@@ -199,6 +232,7 @@ class Changer:
             self._write.run("insert_record", stream.id, version, _json(spec.record))
         grown = self._add_partitions(stream, wanted)
         self._write.run("update_stream", _json(spec), _json(grown), stream.id)
+        self._seal(stream.id)
 
     def _grow_stream(self, stream: Stream, partitions: int) -> None:
         check_partitions(stream.name, partitions, self._partitions_max)
@@ -211,6 +245,7 @@ class Changer:
             )
         grown = self._add_partitions(stream, partitions)
         self._write.run("update_stream", _json(spec), _json(grown), stream.id)
+        self._seal(stream.id)
 
     def _add_partitions(self, stream: Stream, wanted: int) -> tuple[int, ...]:
         if wanted == stream.partitions:

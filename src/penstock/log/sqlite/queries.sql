@@ -28,17 +28,20 @@ SELECT name FROM streams WHERE namespace = ? ORDER BY name;
 SELECT id, version FROM streams WHERE namespace = ? AND name = ?;
 
 -- name: stream
-SELECT id, namespace, name, spec, grown, created_us, version FROM streams WHERE id = ?;
+SELECT id, namespace, name, spec, grown, created_us, version, seal FROM streams WHERE id = ?;
 
 -- name: records_of_stream
 SELECT schema FROM records WHERE stream_id = ? ORDER BY version;
 
 -- name: insert_stream
-INSERT INTO streams (namespace, name, spec, grown, created_us, version)
-VALUES (?, ?, ?, ?, ?, 1) RETURNING id;
+INSERT INTO streams (namespace, name, spec, grown, created_us, version, seal)
+VALUES (?, ?, ?, ?, ?, 1, 0) RETURNING id;
 
 -- name: update_stream
 UPDATE streams SET spec = ?, grown = ?, version = version + 1 WHERE id = ?;
+
+-- name: seal_stream
+UPDATE streams SET seal = ? WHERE id = ?;
 
 -- name: delete_stream
 DELETE FROM streams WHERE id = ?;
@@ -50,11 +53,11 @@ INSERT INTO records (stream_id, version, schema) VALUES (?, ?, ?);
 INSERT INTO partitions (stream_id, partition, first_offset, next_offset, bytes, unmerged, merged_to)
 VALUES (?, ?, 0, 0, 0, 0, 0);
 
--- name: partition
-SELECT next_offset, bytes, unmerged FROM partitions WHERE stream_id = ? AND partition = ?;
+-- name: next_offset
+SELECT next_offset FROM partitions WHERE stream_id = ? AND partition = ?;
 
 -- name: save_partition
-UPDATE partitions SET next_offset = ?, bytes = ?, unmerged = ?
+UPDATE partitions SET next_offset = ?, bytes = bytes + ?, unmerged = unmerged + ?
 WHERE stream_id = ? AND partition = ?;
 
 -- name: offsets
@@ -143,7 +146,7 @@ LIMIT ?;
 SELECT value FROM progress WHERE key = ?;
 
 -- name: progress_items
-SELECT key, value FROM progress WHERE key >= :prefix AND substr(key, 1, length(:prefix)) = :prefix
+SELECT key, value FROM progress WHERE key >= :prefix AND key < :prefix || char(1114111)
 ORDER BY key;
 
 -- name: save_progress
@@ -219,7 +222,9 @@ INSERT INTO pins (commit_number, expires_us) VALUES (?, ?) RETURNING token;
 DELETE FROM pins WHERE token = ?;
 
 -- name: pin
-SELECT commit_number FROM pins WHERE token = ? AND expires_us > ?;
+-- By the log's own time, which never goes back: the same that writers look at.
+SELECT p.commit_number FROM pins AS p, state AS s
+WHERE p.token = ? AND p.expires_us > max(?, s.time_us);
 
 -- name: oldest_pin
 SELECT min(commit_number) FROM pins WHERE expires_us > ?;
@@ -238,7 +243,7 @@ WHERE maintained_us <= :now - :interval OR maintained_us > :now;
 SELECT stream_id, partition, merged_to FROM partitions WHERE unmerged >= ?;
 
 -- name: merge_looked
-UPDATE partitions SET unmerged = 0, merged_to = ? WHERE stream_id = ? AND partition = ?;
+UPDATE partitions SET unmerged = ?, merged_to = ? WHERE stream_id = ? AND partition = ?;
 
 -- name: partition_bytes
 SELECT bytes FROM partitions WHERE stream_id = ? AND partition = ?;

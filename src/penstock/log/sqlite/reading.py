@@ -219,7 +219,7 @@ class Waiter:
         connection: apsw.Connection, stream: Stream, positions: Mapping[int, int]
     ) -> bool:
         rows = many(connection, "offsets", stream.id)
-        return any(next_ > positions.get(partition, 0) for partition, _, next_ in rows)
+        return any(next_ > positions.get(partition, next_) for partition, _, next_ in rows)
 
     def close(self) -> None:
         self._closed = True

@@ -90,6 +90,6 @@ def _page(
 
 
 def write_pin(write: Write, duration_s: float) -> Pin:
-    expires_us = now_us() + int(duration_s * 1e6)
+    expires_us = write.time_us + int(duration_s * 1e6)
     token = write.insert("insert_pin", write.commit_number, expires_us)
     return Pin(str(token), from_microseconds(expires_us))

@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-import apsw
 import msgspec
 import pyarrow as pa
 
-from penstock.errors import DamagedError, PenstockError
+from penstock.errors import DamagedError
 from penstock.failpoints import failpoint
-from penstock.log.api import Upkeep
+from penstock.log.api import Limits, Upkeep
 from penstock.log.batch import Run, checksum, encode_blob
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
@@ -33,15 +32,18 @@ MERGE_BATCHES_MAX = 256
 WINDOW = 4096
 STEP = 64
 FREE_PAGES_STEP = 256
-PRODUCER_KEPT_US = 7 * 24 * 3600 * 1_000_000
+PRODUCER_KEPT_US = 24 * 3600 * 1_000_000
 
 
 class Housekeeper:
     """One round of upkeep; `submit` runs work in a write transaction."""
 
-    def __init__(self, pool: ReaderPool, submit: Callable[[Callable[[Write], int]], int]) -> None:
+    def __init__(
+        self, pool: ReaderPool, submit: Callable[[Callable[[Write], int]], int], limits: Limits
+    ) -> None:
         self._pool = pool
         self._submit = submit
+        self._limits = limits
 
     def round(self, streams: Sequence[Stream]) -> Upkeep:
         expired = sum(self._expire(stream) for stream in streams)
@@ -76,8 +78,8 @@ class Housekeeper:
                     write, stream, partition, before_us
                 )
             )
-        if spec.ids == "producer" and before_us is not None:
-            self._submit(lambda write: _changed(write, "forget_ids", stream.id, before_us))
+        if spec.ids == "producer":
+            self._submit(lambda write: _forget_ids(write, stream, before_us))
         return total
 
     # Merging
@@ -88,12 +90,18 @@ class Housekeeper:
 
     def _merge(self, stream_id: int, partition: int, merged_to: int) -> int:
         with self._pool.lend() as connection:
-            stream = load_stream(connection, stream_id)
             found = many(connection, "batches_from", stream_id, partition, merged_to, WINDOW)
+            # After the rows: its record is then as new as any of theirs.
+            stream = load_stream(connection, stream_id)
+        if stream is None:
+            return 0
         rows = [Row(*row) for row in found]
         while rows and _is_large(rows[0]):
             merged_to = rows.pop(0).next_offset
-        self._submit(lambda write: _changed(write, "merge_looked", merged_to, stream_id, partition))
+        left = TIER if len(found) == WINDOW else 0  # look again soon where there is more
+        self._submit(
+            lambda write: _changed(write, "merge_looked", left, merged_to, stream_id, partition)
+        )
         return sum(self._merge_run(stream, partition, run) for run in runs_to_merge(rows))
 
     def _merge_run(self, stream: Stream, partition: int, rows: Sequence[Row]) -> int:
@@ -104,22 +112,35 @@ class Housekeeper:
         if built is None:
             return 0
         failpoint("merge.built")
-        return self._submit(lambda write: _replace(write, stream.id, partition, rows, *built))
+        blob, runs, used = built
+        merged = rows[:used]
+        return self._submit(lambda write: _replace(write, stream.id, partition, merged, blob, runs))
 
     def _build(
         self, stream: Stream, partition: int, rows: Sequence[Row]
-    ) -> tuple[bytes, bytes] | None:
-        stored, runs = [], []
+    ) -> tuple[bytes, bytes, int] | None:
+        """The merged blob, its runs, and how many of the rows went into it.
+
+        Fewer than all where the events, unpacked, would exceed what a batch may hold.
+        """
+        stored: list[pa.RecordBatch] = []
+        runs: list[Run] = []
+        size = 0
         for row in rows:
             with self._pool.lend() as connection:
                 data = read_blob(connection, row.blob_id)
             if data is None:
                 return None  # somebody else was here
-            batch = decode(stream, partition, row, data)
-            stored.append(batch.explicit())
+            batch = decode(stream, partition, row, data).explicit()
+            size += batch.nbytes
+            if size > self._limits.batch_bytes_max:
+                break
+            stored.append(batch)
             runs += runs_of(row)
+        if len(stored) < 2:
+            return None
         whole = pa.concat_batches(_unified(stored))
-        return encode_blob(whole, "zstd"), msgspec.msgpack.encode(_joined(runs))
+        return encode_blob(whole, "zstd"), msgspec.msgpack.encode(_joined(runs)), len(stored)
 
 
 def _unified(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
@@ -221,7 +242,7 @@ def _replace(
 
 def _expire_step(write: Write, stream: Stream, partition: int, before_us: int | None) -> int:
     oldest = write.look_all("oldest_batches", stream.id, partition, STEP)
-    (size,) = write.must("partition_bytes", stream.id, partition)
+    (size,) = write.look("partition_bytes", stream.id, partition) or (0,)
     limit = stream.spec.retention_bytes
     freed, first = 0, 0
     gone = 0
@@ -260,8 +281,18 @@ def _forget(write: Write) -> int:
     return _changed(write, "forget_producers", now - PRODUCER_KEPT_US)
 
 
+def _forget_ids(write: Write, stream: Stream, before_us: int | None) -> int:
+    """Forget ids that are older than any event that is still there."""
+    oldest = write.look("batches_from", stream.id, 0, 0, 1)
+    horizon = runs_of(Row(*oldest))[0].time_us if oldest else before_us
+    return 0 if horizon is None else _changed(write, "forget_ids", stream.id, horizon)
+
+
 def _shrink(write: Write) -> int:
     """Give some free pages back to the file system."""
+    if not write.connection.pragma("freelist_count"):
+        return 0
+    write.dirty = True
     write.connection.execute(f"PRAGMA incremental_vacuum({FREE_PAGES_STEP})").fetchall()
     return 0
 
@@ -281,6 +312,7 @@ class Caretaker:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._started = False
+        self.last_error: str | None = None
         self._thread = threading.Thread(target=self._loop, name="penstock-upkeep", daemon=True)
 
     def start(self) -> None:
@@ -296,8 +328,9 @@ class Caretaker:
         while not self._stop.wait(self._interval_s):
             try:
                 self._work()
-            except (PenstockError, apsw.Error):
-                continue  # a busy, full or closing log: the next round tries again
+                self.last_error = None
+            except Exception as error:
+                self.last_error = f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         self._stop.set()

@@ -33,6 +33,7 @@ from penstock.log.api import (
     Placement,
 )
 from penstock.log.batch import checksum, decode_blob, encode_blob
+from penstock.log.names import check_text
 from penstock.log.objects import Stream
 from penstock.log.partitioning import chunks, split_part
 from penstock.log.sqlite.committer import Write
@@ -164,6 +165,7 @@ def check_limits(commit: Commit, limits: Limits) -> None:
             "(commit_bytes_max): stage its parts, or commit in smaller steps"
         )
     for key, value in commit.progress.items():
+        check_text(key, "the progress key")
         if not 0 < len(key) <= limits.progress_key_chars_max:
             raise LimitError(
                 f"the progress key {key[:20]!r}… has {len(key)} characters; 1 to "

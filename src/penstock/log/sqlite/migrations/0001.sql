@@ -22,6 +22,7 @@ CREATE TABLE streams (
   grown       TEXT NOT NULL,     -- every number of partitions it has had, as JSON
   created_us  INTEGER NOT NULL,
   version     INTEGER NOT NULL,
+  seal        INTEGER NOT NULL,  -- checksum over the declaration and its records
   UNIQUE (namespace, name)
 ) STRICT;
 
