@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, cast
 
 import msgspec
 import pyarrow as pa
@@ -100,6 +100,13 @@ class Place(NamedTuple):
         return self.offset is None
 
 
+class Admitted(NamedTuple):
+    """An event that was checked and has its id, and is not sent yet."""
+
+    stream: Stream
+    event: Outgoing
+
+
 class _Sent(NamedTuple):
     """Something that waits: one event, or columns that were made a part already."""
 
@@ -124,6 +131,11 @@ class Producer:
 
     def __init__(self, log: Log, options: ProducerOptions = ProducerOptions()) -> None:
         options.check()
+        if not hasattr(log, "commit"):
+            raise UsageError(
+                f"a producer takes an open log, not {type(log).__name__}: "
+                "with penstock.open(...) as log"
+            )
         self._log = log
         self._options = options
         self._composer = Composer(options.client_id, log.limits)
@@ -182,12 +194,23 @@ class Producer:
         What is wrong with the event is raised here, at once. The future raises `FencedError`,
         `DeliveryTimeoutError` (not committed) or `CommitOutcomeUnknownError`.
         """
-        found = self._stream(stream)
         options = EventOptions(key=key, id=id, time=time, type=type, headers=headers)
-        event = self._composer.admit(found, data, options)
+        return self.send_admitted(self.admit(stream, data, options))
+
+    def admit(self, stream: str, data: object, options: EventOptions = EventOptions()) -> Admitted:
+        """Check an event and give it its id, without sending it yet.
+
+        For those who want to know that all of several events are right before they send one.
+        """
+        found = self._stream(stream)
+        return Admitted(found, self._composer.admit(found, data, options))
+
+    def send_admitted(self, admitted: Admitted) -> Future[Place]:
+        """Send an event that `admit` gave."""
+        stream, event = admitted
         future: Future[Place] = Future()
         future.set_running_or_notify_cancel()  # from here on it cannot be called back
-        self._enqueue(_Sent(found, event, None, future, event.size, 1, self._deadline()))
+        self._enqueue(_Sent(stream, event, None, future, event.size, 1, self._deadline()))
         return future
 
     def append(self, stream: str, batch: pa.RecordBatch | pa.Table) -> Future[Committed]:
@@ -206,10 +229,12 @@ class Producer:
         Not for a future's callback: these run in the thread that commits.
         """
         with self._changed:
-            pending = [sent.future for sent in (*self._in_flight, *self._waiting)]
+            pending: list[Future[Place] | Future[Committed]] = [
+                sent.future for sent in (*self._in_flight, *self._waiting)
+            ]
             self._hurry = len(self._waiting)
             self._changed.notify_all()
-        wait(pending)
+        wait(cast(list[Future[object]], pending))
 
     def close(self) -> None:
         """Commit what waits, then stop. A second call does nothing."""

@@ -146,7 +146,8 @@ def test_a_wrong_line_publishes_nothing(run: Run) -> None:
     for bad, message in (
         ("{oops\n", "line 37: not valid JSON"),
         ('{"n": "x"}\n', r"line 37: S: Expected `int`, got `str` - at `$.n`"),
-        ('{"m": 1}\n', "line 37: S: Object missing required field `n`"),
+        ("{}\n", "line 37: S: Object missing required field `n`"),
+        ('{"n": 1, "m": 1}\n', "line 37: S: Object contains unknown field `m`"),
     ):
         for extra in ([], ["--ack"]):
             done = run("pub", "s", "-", *extra, stdin=good + bad + good)
@@ -241,7 +242,7 @@ CATALOGUE = '[streams.orders]\nkey = "user"\nretention = "9 days"\n[streams.clic
 def test_apply_shows_the_plan_and_repeats_as_nothing(run: Run, tmp_path: Path) -> None:
     (tmp_path / "shop.toml").write_text(CATALOGUE)
     assert "create stream orders" in run("apply", "shop.toml", "--dry-run").stdout
-    assert rows(run("stream", "list", "--json")) == []
+    assert not (tmp_path / "penstock.db").exists()
     done = run("apply", "shop.toml")
     assert done.stdout.splitlines() == [
         "+ create stream orders (json, key user)",
@@ -249,7 +250,7 @@ def test_apply_shows_the_plan_and_repeats_as_nothing(run: Run, tmp_path: Path) -
         "applied 2 changes",
     ]
     assert run("apply", "shop.toml").stdout == "nothing to change\n"
-    assert rows(run("apply", "shop.toml", "--json")) == []
+    assert rows(run("apply", "shop.toml", "--json")) == [{"applied": 0}]
 
 
 def test_apply_refuses_what_destroys(run: Run, tmp_path: Path) -> None:
@@ -334,7 +335,7 @@ def test_doctor(run: Run) -> None:
         (["read", "s", "--log", "other.db"], 2, "no log at other.db"),
         (["apply", "nowhere.toml"], 2, "nowhere.toml cannot be read"),
         (["read", "s", "--log-option", "colour=red"], 2, "no log option 'colour'"),
-        (["read", "s", "--log", "/proc/version"], 1, "not a Penstock log"),
+        (["read", "s", "--log", "/etc/passwd"], 1, "not a Penstock log"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_and_changes_nothing(
@@ -386,3 +387,102 @@ def test_every_command_is_in_the_docs() -> None:
 
     for name in names(group, "penstock"):
         assert f"`{name}" in page, f"{name} is not in docs/cli.md"
+
+
+def test_what_is_said_last_and_nearest_names_the_log(run: Run, tmp_path: Path) -> None:
+    for name in ("env", "before", "after"):
+        run("stream", "create", name, "--log", f"{name}.db")
+    cases = (
+        (["stream", "list"], "env"),
+        (["--log", "before.db", "stream", "list"], "before"),
+        (["--log", "before.db", "stream", "list", "--log", "after.db"], "after"),
+    )
+    for arguments, expected in cases:
+        (found,) = rows(run(*arguments, "--json", PENSTOCK_LOG="env.db"))
+        assert found["stream"] == expected
+
+
+def test_a_chunk_with_an_event_that_is_refused_is_not_published(run: Run) -> None:
+    run("stream", "create", "s", "--key", "k")
+    for bad in ('{"no": 1}', '{"k": 1.5}', f'{{"k": "{"x" * 2000}"}}'):
+        done = run("pub", "s", "-", "--ack", stdin='{"k": 1}\n{"k": 2}\n' + bad + "\n")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "line 3" in done.stderr
+    assert rows(run("read", "s", "--json")) == []
+
+
+def test_bytes_survive_being_copied(run: Run) -> None:
+    run("stream", "create", "a", "--bytes")
+    run("stream", "create", "b", "--bytes")
+    run("pub", "a", "-", stdin="hi\nstraße\n")
+    copied = run("read", "a", "--json").stdout
+    assert run("pub", "b", "-", "--events", stdin=copied).returncode == 0
+    data = [[row["data"] for row in rows(run("read", s, "--json"))] for s in "ab"]
+    assert data[0] == data[1] == ["aGk=", "c3RyYcOfZQ=="]
+
+
+def test_a_failed_change_leaves_no_log_behind(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[streams.'nowhere.s']\n")
+    for arguments in (
+        ["stream", "create", "nowhere.s"],
+        ["stream", "create", "s", "--partitions", "5000"],
+        ["stream", "create", "s", "-f", "a=str", "-f", "a=int"],
+        ["namespace", "create", "a.b"],
+        ["apply", "bad.toml"],
+        ["stream", "create", "s", "--log-option", "event_bytes_max=-5"],
+    ):
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+    (tmp_path / "empty.db").touch()
+    assert run("stream", "list", "--log", "empty.db").returncode == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.toml", "empty.db"}
+
+
+def test_entries_are_deleted(run: Run) -> None:
+    for name, options in (("typed", ["-f", "k=str", "--key", "k"]), ("raw", ["--bytes"])):
+        run("stream", "create", name, "--table", *options)
+        run("pub", name, '{"k": "a"}', *([] if name == "typed" else ["--key", "a"]))
+        assert run("pub", name, "--delete", "--key", "a").returncode == 0
+        assert rows(run("read", name, "--json"))[-1]["data"] is None
+    run("pub", "typed", '{"k": "b"}')
+    assert run("pub", "typed", "null", "--key", "b").returncode == 0
+    assert run("pub", "typed", "--delete").returncode == 2
+
+
+def test_output_that_cannot_be_written_is_no_traceback(run: Run, tmp_path: Path) -> None:
+    run("stream", "create", "s")
+    run("pub", "s", "-", stdin="1\n" * 5000)
+    program = " ".join(f"'{word}'" for word in PROGRAM)
+    for line, code in (
+        (f"{program} read s > /dev/full", 1),
+        (f"{program} read s | head -1 > /dev/null; exit ${{PIPESTATUS[0]}}", 141),
+        (f"{program} pub s - <&-", 2),
+        (f"{program} read s >&-", 1),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False,
+            timeout=60,
+        )  # fmt: skip
+        assert done.returncode == code, line
+        assert "Traceback" not in done.stderr, line
+
+
+def test_a_record_class_that_cannot_be_had_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    for name, message in (
+        ("broken:Order", "ZeroDivisionError"),
+        (":Order", "MODULE:CLASS"),
+        ("json", "MODULE:CLASS"),
+        ("json:loads", "not a penstock.Record class"),
+    ):
+        done = run("stream", "create", "s", "--record", name)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_bare_commands_show_their_help(run: Run) -> None:
+    for arguments in ([], ["stream"], ["namespace"]):
+        done = run(*arguments)
+        assert "Commands" in done.stdout
+        assert "penstock: " not in done.stderr

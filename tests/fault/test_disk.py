@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import shutil
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from penstock.errors import (
 from penstock.log import open_log
 from penstock.log.api import Commit, Log
 from penstock.log.read import ReadOptions, read_events
+from penstock.log.sqlite.connection import connect
 from penstock.testing.contract import Order, commit_as, create, orders
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
 
@@ -212,12 +212,13 @@ def flip(path: Path, where: int, bit: int) -> None:
 
 
 def find_blob(path: Path, first_offset: int) -> bytes:
-    connection = sqlite3.connect(path)
+    connection = connect(path)
     query = "SELECT data FROM blobs JOIN batches ON blob_id = id WHERE first_offset = ?"
     try:
         row = connection.execute(query, (first_offset,)).fetchone()
     finally:
         connection.close()
+    assert row is not None
     return bytes(row[0])
 
 
@@ -275,9 +276,8 @@ def test_a_damaged_index_row_is_found(path: Path, change: str) -> None:
         holder = log.hold("p")
         commit_as(log, holder, 0, "s", range(10))
         commit_as(log, holder, 1, "s", range(10, 20))
-        with contextlib.closing(sqlite3.connect(path)) as connection:
+        with contextlib.closing(connect(path)) as connection:
             connection.execute(f"UPDATE batches SET {change} WHERE first_offset = 10")  # noqa: S608
-            connection.commit()
         with pytest.raises(DamagedError, match="are damaged"):
             list(orders(log, "s"))
         assert [d for d in log.verify() if d.stream == "s"]

@@ -52,6 +52,14 @@ def test_two_processes_on_one_log(runner: Runner) -> None:
     assert len(runner.said().acked) == 120
 
 
+def test_many_processes_make_the_log_at_once(runner: Runner) -> None:
+    names = [f"p{n}" for n in range(6)]
+    processes = [runner.start(commits=2, producer=name) for name in names]
+    assert [runner.finish(process) for process in processes] == [0] * len(names)
+    runner.judge()
+    assert len(runner.said().acked) == 2 * len(names)
+
+
 def test_one_of_two_processes_is_killed(runner: Runner) -> None:
     other = runner.start(commits=80, producer="odd")
     kill_after_words(runner.start(commits=200), runner, 31)

@@ -93,11 +93,10 @@ def test_changes_become_a_plan(log: Log, file: Path) -> None:
         .replace('retention = "7 days"', 'retention = "9 days"')
     )
     assert apply(log, file, changed) == [
-        "alter stream shop.orders: retention_ms 604800000 → 777600000; "
-        "record version 2 (adds rush)",
+        "alter stream shop.orders: retention 7 days → 9 days; record version 2 (adds rush)",
         "grow stream shop.orders from 4 to 6 partitions",
-        "alter stream clicks: acks write → all; retention_ms 604800000 → 777600000",
-        "alter stream outbox: retention_ms 604800000 → 777600000",
+        "alter stream clicks: acks write → all; retention 7 days → 9 days",
+        "alter stream outbox: retention 7 days → 9 days",
     ]
     assert apply(log, file, changed) == []
     assert log.stream("shop.orders").partitions == 6
@@ -109,8 +108,8 @@ def test_what_removes_events_is_destructive(log: Log, file: Path) -> None:
     less = SHOP.replace("[streams.outbox]\nids", "[streams.inbox]\nids").replace("7 days", "6 days")
     plan = apply(log, file, less)
     assert [step for step in plan if step.startswith("! ")] == [
-        "! alter stream shop.orders: retention_ms 604800000 → 518400000",
-        "! alter stream clicks: retention_ms 604800000 → 518400000",
+        "! alter stream shop.orders: retention 7 days → 6 days",
+        "! alter stream clicks: retention 7 days → 6 days",
         "! drop stream outbox and all its events",
     ]
 

@@ -276,3 +276,36 @@ def test_the_name_and_client_id_are_used(log: Log) -> None:
     last = log.last_commit("tx-1")
     assert last is not None
     assert last.sequence == 0
+
+
+def test_unknown_and_then_fenced_is_still_unknown(disk: FaultyVfs, path: Path) -> None:
+    with open_log(path, vfs="faulty", upkeep_interval_ms=0) as log:
+        create(log, "s")
+        options = ProducerOptions(name="shop", retry_backoff_ms=300)
+        with Producer(log, options) as producer:
+            disk.faults = [Fault("sync", "io", late=True)]
+            future = producer.send("s", Order("a", 1))
+            while not disk.faults[0].seen:
+                time.sleep(0.001)
+            log.hold("shop")
+            with pytest.raises(CommitOutcomeUnknownError, match="may"):
+                future.result()
+            with pytest.raises(FencedError):
+                producer.send("s", Order("a", 2))
+
+
+def test_a_producer_is_opened_once(log: Log) -> None:
+    with Producer(log).open() as producer:
+        for n in range(50):
+            producer.send("s", Order("a", n))
+    assert [e.data.amount for e in orders(log, "s")] == list(range(50))
+    with pytest.raises(UsageError, match="open log"):
+        Producer("penstock.db")  # type: ignore[arg-type]
+
+
+def test_several_events_can_be_checked_before_one_is_sent(log: Log) -> None:
+    with Producer(log) as producer:
+        admitted = [producer.admit("s", Order("a", n)) for n in range(3)]
+        assert list(orders(log, "s")) == []
+        places = [producer.send_admitted(event).result() for event in admitted]
+    assert [place.id for place in places] == [event.event.id for event in admitted]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import datetime as dt
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Annotated, BinaryIO
 
 import msgspec
 import typer
 
-from penstock.cli.lines import Line, chunks_of_lines, parse_line
+from penstock.cli.lines import Line, chunks_of_lines, naming, parse_line
 from penstock.cli.options import (
     JsonOption,
     LogOption,
@@ -20,7 +19,7 @@ from penstock.cli.options import (
     examples,
     open_named,
 )
-from penstock.cli.output import note, say, say_json
+from penstock.cli.output import flush, note, progress_bar, say, say_json
 from penstock.errors import DamagedError, PenstockError, UsageError
 from penstock.log.api import Log, Start
 from penstock.log.batch import json_row
@@ -28,7 +27,7 @@ from penstock.log.compose import EventOptions
 from penstock.log.objects import Stream
 from penstock.log.read import ReadOptions, read_events
 from penstock.log.transaction import Transaction
-from penstock.producer import Place, Producer, ProducerOptions
+from penstock.producer import Admitted, Place, Producer, ProducerOptions
 from penstock.records.event import Event
 
 
@@ -72,6 +71,9 @@ def publish(  # noqa: PLR0913  one parameter per option
             "--ack", help="Commit as lines arrive; print each event's place when durable."
         ),
     ] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete the key's entry of a table.")
+    ] = False,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
@@ -83,20 +85,27 @@ def publish(  # noqa: PLR0913  one parameter per option
     the order of input, when it is durable: partition, offset and id.
     """
     options = EventOptions(key=key, id=id_, type=type_, headers=_headers(header))
-    source = _source(data)
+    lines = not delete and (data is None or data == "-")
+    if lines and id_ is not None:
+        raise UsageError("--id names one event; with lines, use --events and an id in each")
+    if delete and (data is not None or key is None):
+        raise UsageError("--delete removes one entry of a table: give its --key, and no data")
     with open_named(context, log, log_option) as opened:
         found = opened.stream(stream)
-        if data is not None and data != "-":
-            lines = [parse_line(found, Line(0, data.encode()), options, whole=events)]
-            _publish_acked(opened, found, iter([lines]), ack, json)
+        if delete:
+            _publish_acked(opened, found, iter([[(Line(0, b""), None, options)]]), ack, json)
+        elif not lines:
+            line = Line(0, (data or "").encode())
+            events_ = [(line, *parse_line(found, line, options, whole=events))]
+            _publish_acked(opened, found, iter([events_]), ack, json)
         elif ack:
             chunks = (
-                [parse_line(found, line, options, whole=events) for line in chunk]
-                for chunk in chunks_of_lines(source)
+                [(line, *parse_line(found, line, options, whole=events)) for line in chunk]
+                for chunk in chunks_of_lines(_source(data))
             )
             _publish_acked(opened, found, chunks, ack, json)
         else:
-            _publish_as_one(opened, found, source, options, events, json)
+            _publish_as_one(opened, found, _source(data), options, events, json)
 
 
 def _headers(texts: list[str] | None) -> dict[str, str] | None:
@@ -110,44 +119,46 @@ def _headers(texts: list[str] | None) -> dict[str, str] | None:
 
 
 def _source(data: str | None) -> BinaryIO:
-    if data is None and sys.stdin.isatty():
+    if sys.stdin is None or (data is None and sys.stdin.isatty()):
         raise UsageError("give the event as JSON, or - and JSON lines on standard input")
     return sys.stdin.buffer
 
 
+Event_ = tuple[Line, object, EventOptions]
+
+
 def _publish_acked(
-    log: Log,
-    stream: Stream,
-    chunks: Iterator[list[tuple[object, EventOptions]]],
-    ack: bool,
-    json: bool,
+    log: Log, stream: Stream, chunks: Iterator[list[Event_]], ack: bool, json: bool
 ) -> None:
     """Commit chunk by chunk; a chunk with a wrong line is not published at all."""
-    count = 0
+    last = new = duplicates = 0
     with Producer(log, ProducerOptions(client_id="penstock-pub")) as producer:
         try:
             for chunk in chunks:
-                futures = [_send(producer, stream, *event) for event in chunk]
+                admitted = [_admit(producer, stream, event) for event in chunk]
+                futures = [producer.send_admitted(event) for event in admitted]
                 producer.flush()
-                for future in futures:
+                for (line, _, _), future in zip(chunk, futures, strict=True):
                     place = future.result()
-                    count += 1
+                    last = line.number
+                    duplicates += place.duplicate
+                    new += not place.duplicate
                     if ack:
                         _show_place(place, json)
-                sys.stdout.flush()
+                flush()
         except PenstockError as error:
-            if not count:
+            if not last:
                 raise
-            raise type(error)(f"{error} (the {count} events before it are published)") from None
+            published = f"lines 1 to {last} are published, later ones are not"
+            raise type(error)(f"{error} ({published})") from None
     if not ack:
-        _show_count(count, stream, json)
+        _show_count(new, duplicates, stream, json)
 
 
-def _send(producer: Producer, stream: Stream, data: object, options: EventOptions) -> Future[Place]:
-    return producer.send(
-        str(stream.name), data, key=options.key, id=options.id, time=options.time,
-        type=options.type, headers=options.headers,
-    )  # fmt: skip
+def _admit(producer: Producer, stream: Stream, event: Event_) -> Admitted:
+    line, data, options = event
+    with naming(line):
+        return producer.admit(str(stream.name), data, options)
 
 
 def _show_place(place: Place, json: bool) -> None:
@@ -158,30 +169,32 @@ def _show_place(place: Place, json: bool) -> None:
         say(f"{place.partition}\t{offset}\t{place.id}")
 
 
-def _show_count(count: int, stream: Stream, json: bool) -> None:
+def _show_count(new: int, duplicates: int, stream: Stream, json: bool) -> None:
     if json:
-        say_json({"published": count, "stream": str(stream.name)})
-    else:
-        note(f"published {count} event{'' if count == 1 else 's'} to {stream.name}")
+        say_json({"published": new, "duplicates": duplicates, "stream": str(stream.name)})
+        return
+    held = f", {duplicates} were there already" if duplicates else ""
+    note(f"published {new} event{'' if new == 1 else 's'} to {stream.name}{held}")
 
 
 def _publish_as_one(
     log: Log, stream: Stream, source: BinaryIO, options: EventOptions, whole: bool, json: bool
 ) -> None:
     count = 0
-    with Transaction(log, source="penstock-pub") as transaction:
+    with progress_bar("publishing") as report, Transaction(log, source="penstock-pub") as tx:
         for chunk in chunks_of_lines(source):
             for line in chunk:
                 data, given = parse_line(stream, line, options, whole=whole)
-                try:
-                    transaction.send(
+                with naming(line):
+                    tx.send(
                         str(stream.name), data, key=given.key, id=given.id, time=given.time,
                         type=given.type, headers=given.headers,
                     )  # fmt: skip
-                except PenstockError as error:
-                    raise type(error)(f"line {line.number}: {error}") from None
-                count += 1
-    _show_count(count, stream, json)
+            count += len(chunk)
+            report(count, count)
+        done = tx.commit()
+    dropped = sum(len(placement.dropped) for placement in done.placements)
+    _show_count(count - dropped, dropped, stream, json)
 
 
 def read(  # noqa: PLR0913  one parameter per option
@@ -209,6 +222,8 @@ def read(  # noqa: PLR0913  one parameter per option
     With `--json` one object per line: stream, partition, offset, key, time, id, type, source,
     headers, data.
     """
+    if key is not None and partition:
+        raise UsageError("--key decides the partition: leave --partition out")
     if limit is not None and limit < 1:
         raise UsageError(f"--limit is {limit}; it must be at least 1")
     options = ReadOptions(
@@ -225,7 +240,7 @@ def read(  # noqa: PLR0913  one parameter per option
             else:
                 say(_plain(event))
             if follow:
-                sys.stdout.flush()
+                flush()
             if count == limit:
                 break
 

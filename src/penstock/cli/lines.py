@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import datetime as dt
 import select
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ def chunks_of_lines(source: BinaryIO) -> Iterator[list[Line]]:
     """
     number, rest = 0, b""
     while block := _available(source):
-        rest += block
+        rest += block.removeprefix(codecs.BOM_UTF8) if number == 0 and not rest else block
         whole, newline, rest = rest.rpartition(b"\n")
         if len(rest) > LINE_BYTES_MAX:
             raise LimitError(
@@ -71,25 +73,37 @@ def _ready(source: BinaryIO) -> bool:
         return False
 
 
-def parse_line(
-    stream: Stream, line: Line, options: EventOptions, *, whole: bool
-) -> tuple[object, EventOptions]:
-    """An event of a line; `PenstockError` names the line."""
+@contextlib.contextmanager
+def naming(line: Line) -> Iterator[None]:
+    """Name the line in whatever is wrong with it."""
     try:
-        return parse_event(stream, line.text, options) if whole else (
-            parse_data(stream, line.text), options
-        )  # fmt: skip
+        yield
     except PenstockError as error:
         if line.number == 0:
             raise
         raise type(error)(f"line {line.number}: {error}") from None
 
 
+def parse_line(
+    stream: Stream, line: Line, options: EventOptions, *, whole: bool
+) -> tuple[object, EventOptions]:
+    """An event of a line; `PenstockError` names the line."""
+    with naming(line):
+        if whole:
+            return parse_event(stream, line.text, options)
+        return parse_data(stream, line.text), options
+
+
 def parse_data(stream: Stream, text: bytes) -> object:
-    """The data that a stream can take: a record, a JSON value, or the bytes themselves."""
+    """The data that a stream can take: a record, a JSON value, or the bytes themselves.
+
+    `null` deletes a table's entry, except where any bytes are data.
+    """
     if stream.spec.content == "bytes":
         return text
     if stream.record is not None:
+        if stream.spec.table and text.strip() == b"null":
+            return None
         return codec_of_schema(stream.record).from_json(text)
     try:
         return msgspec.json.decode(text)
@@ -101,7 +115,7 @@ class _Whole(msgspec.Struct):
     """An event as `read --json` prints it; what the log itself gives is passed over."""
 
     data: msgspec.Raw
-    key: str | None = None
+    key: str | dict[str, str] | None = None
     time: dt.datetime | None = None
     id: str | None = None
     type: str | None = None
@@ -115,14 +129,30 @@ def parse_event(stream: Stream, text: bytes, options: EventOptions) -> tuple[obj
         raise RecordError(f"not an event: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordError(f"not valid JSON: {error}") from None
-    data = bytes(event.data)
+    key = _key(event.key)
     given = EventOptions(
-        key=None if stream.spec.key else event.key or options.key,
+        key=None if stream.spec.key else key or options.key,
         id=event.id or options.id,
         time=None if stream.spec.time else event.time,
         type=event.type or options.type,
         headers=event.headers or options.headers,
     )
+    data = bytes(event.data)
     if data == b"null" and stream.spec.table:
-        return None, msgspec.structs.replace(given, key=event.key)
+        return None, msgspec.structs.replace(given, key=key)
+    if stream.spec.content == "bytes":
+        return _from_base64(data), given
     return parse_data(stream, data), given
+
+
+def _key(key: str | dict[str, str] | None) -> str | bytes | None:
+    """A key as `read --json` prints it: text, or base64 where it is not text."""
+    return _from_base64(msgspec.json.encode(key.get("base64"))) if isinstance(key, dict) else key
+
+
+def _from_base64(text: bytes) -> bytes:
+    """Bytes as `read --json` prints them: a JSON string of base64."""
+    try:
+        return msgspec.json.decode(text, type=bytes)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise RecordError(f"bytes are written as a string of base64: {error}") from None

@@ -16,6 +16,7 @@ import typer
 import penstock
 from penstock.cli import events, objects, upkeep
 from penstock.cli.options import LogOption, Settings
+from penstock.cli.output import OutputClosedError
 from penstock.errors import PenstockError, UsageError
 
 #: what typer raises for a wrong command line: the parent of BadParameter, and no public name
@@ -67,6 +68,8 @@ def root(
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None:
+        return FAILURE  # closed: nothing could be said
     as_json = "--json" in arguments
     try:
         result = app(arguments, standalone_mode=False, prog_name="penstock")
@@ -75,14 +78,18 @@ def main(arguments: list[str] | None = None) -> int:
         return _report(error.code, str(error), as_json, _exit_code(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
+    except (BrokenPipeError, OutputClosedError):
         # Whoever read our output has had enough; that is no error of ours.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except _USAGE_ERRORS as error:
-        hint = f"{error.format_message()} See `{_command(error)} --help`."
-        return _report("usage", hint, as_json, USAGE)
+        message = error.format_message().rstrip(".")
+        if not message:  # a bare `penstock` has shown its help
+            return USAGE
+        return _report("usage", f"{message}. See `{_command(error)} --help`.", as_json, USAGE)
+    except OSError as error:
+        return _report("output", f"the output cannot be written: {error}", as_json, FAILURE)
     return result if isinstance(result, int) else 0
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +18,8 @@ from penstock.cli.options import (
     LogOptionsOption,
     StreamArgument,
     examples,
+    log_url,
+    open_for_change,
     open_named,
 )
 from penstock.cli.output import note, say, say_json, table
@@ -144,7 +149,7 @@ def create_stream(  # noqa: PLR0913  one parameter per option
         table=table_,
     )
     parse_stream(stream)
-    with open_named(context, log, log_option, create=True) as opened:
+    with open_for_change(context, log, log_option) as opened:
         opened.apply([CreateStream(spec)])
         made = opened.stream(stream)
     if json:
@@ -262,7 +267,10 @@ def drop_stream(
         found = opened.stream(stream)
         events = sum(o.next - o.first for o in opened.offsets(stream).values())
         if not yes and sys.stdin.isatty():
-            typer.confirm(f"Drop {found.name} and its {_count(events, 'event')}?", abort=True)
+            question = f"Drop {found.name} and its {_count(events, 'event')}?"
+            if not typer.confirm(question, err=True):
+                note("nothing was dropped")
+                raise typer.Exit(1)
         opened.apply([DropStream(stream)])
     if json:
         say_json({"dropped": str(found.name), "events": events})
@@ -295,7 +303,7 @@ def create_namespace(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Create a namespace."""
-    with open_named(context, log, log_option, create=True) as opened:
+    with open_for_change(context, log, log_option) as opened:
         opened.apply([CreateNamespace(name)])
     say_json({"created": name}) if json else say(f"created namespace {name}")
 
@@ -330,19 +338,39 @@ def apply(
     Applied again, it does nothing.
     """
     catalogue = load(file)
-    with open_named(context, log, log_option, create=True) as opened:
+    if dry_run:
+        with _log_or_empty(context, log, log_option) as opened:
+            _show_plan(make_plan(opened, catalogue), json)
+        return
+    with open_for_change(context, log, log_option) as opened:
         plan = make_plan(opened, catalogue)
         _show_plan(plan, json)
         destructive = [step.description for step in plan if step.destructive]
-        if destructive and not allow_destructive and not dry_run:
+        if destructive and not allow_destructive:
             raise DestructiveChangeError(
                 f"{file} would {'; '.join(destructive)}. Nothing was changed: say "
                 "--allow-destructive if that is what you want"
             )
-        if plan and not dry_run:
+        if plan:
             opened.apply([step.change for step in plan])
-            if not json:
-                say(f"applied {_count(len(plan), 'change')}")
+    if json:
+        say_json({"applied": len(plan)})
+    elif plan:
+        say(f"applied {_count(len(plan), 'change')}")
+
+
+@contextlib.contextmanager
+def _log_or_empty(
+    context: typer.Context, log: str | None, options: list[str] | None
+) -> Iterator[Log]:
+    """The log, or where there is none yet, an empty one that leaves nothing behind."""
+    if Path(log_url(context, log)).exists():
+        with open_named(context, log, options) as opened:
+            yield opened
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with open_named(context, f"{folder}/empty.db", options, create=True) as opened:
+            yield opened
 
 
 def _show_plan(plan: list[Step], json: bool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.log import OptionValue, open_log
 from penstock.log.api import Log
 
@@ -24,9 +28,8 @@ LogOption = Annotated[
     str | None,
     typer.Option(
         "--log",
-        envvar="PENSTOCK_LOG",
         metavar="URL",
-        help="The log: a path for an embedded one. Default: penstock.db.",
+        help="The log: a path for an embedded one. Default: PENSTOCK_LOG, or penstock.db.",
         rich_help_panel="Log",
     ),
 ]
@@ -66,9 +69,31 @@ def open_named(
     create: bool = False,
 ) -> Log:
     """The log that the command line or the environment names."""
+    return open_log(log_url(context, log), create=create, **parse_options(options or []))
+
+
+def log_url(context: typer.Context, log: str | None) -> str:
+    """Which log: said with the command, before it, in the environment, or none of these."""
     earlier = context.find_object(Settings)
-    url = log or (earlier.log if earlier else None) or DEFAULT_LOG
-    return open_log(url, create=create, **parse_options(options or []))
+    before = earlier.log if earlier else None
+    return log or before or os.environ.get("PENSTOCK_LOG") or DEFAULT_LOG
+
+
+@contextlib.contextmanager
+def open_for_change(
+    context: typer.Context, log: str | None, options: list[str] | None
+) -> Iterator[Log]:
+    """The log, made if it is not there; unless the change fails: then it was never made."""
+    url = log_url(context, log)
+    existed = Path(url).exists()
+    try:
+        with open_log(url, create=True, **parse_options(options or [])) as opened:
+            yield opened
+    except PenstockError:
+        if not existed:
+            for suffix in ("", "-wal", "-shm"):
+                Path(url + suffix).unlink(missing_ok=True)
+        raise
 
 
 def parse_options(options: list[str]) -> dict[str, OptionValue]:

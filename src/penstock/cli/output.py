@@ -14,14 +14,32 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from penstock.errors import LogError
 from penstock.log.api import Progress as Report
 
 stderr = Console(stderr=True, highlight=False)
 
 
+class OutputClosedError(Exception):
+    """Whoever read the output has gone away."""
+
+
 def say(text: str) -> None:
     """A line of a result."""
-    sys.stdout.write(text + "\n")
+    try:
+        sys.stdout.write(text + "\n")
+    except BrokenPipeError:
+        raise OutputClosedError from None
+    except OSError as error:
+        raise LogError(f"the output cannot be written: {error.strerror}") from None
+
+
+def flush() -> None:
+    """Let the reader of the output see what there is."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise OutputClosedError from None
 
 
 def say_json(value: object) -> None:

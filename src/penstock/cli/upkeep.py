@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import apsw
-import msgspec
 import typer
 
 import penstock
 from penstock.cli.options import (
-    DEFAULT_LOG,
     JsonOption,
     LogOption,
     LogOptionsOption,
-    Settings,
     examples,
+    log_url,
     open_named,
 )
 from penstock.cli.output import progress_bar, say, say_json, table
@@ -93,8 +91,7 @@ def doctor(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Check this machine and the log: Python, Java, disk, versions; exits with 1 if one fails."""
-    earlier = context.find_object(Settings)
-    url = log or (earlier.log if earlier else None) or DEFAULT_LOG
+    url = log_url(context, log)
     findings = [_python(), _java(), *_packages(), _disk(url), *_log(context, url, log_option)]
     if json:
         for finding in findings:
@@ -141,7 +138,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _disk(url: str) -> Finding:
-    folder = Path(url).absolute().parent
+    folder = Path(url).absolute().parent if "://" not in url else Path.cwd()
     if not folder.is_dir():
         return Finding("disk", "failed", f"the directory {folder} does not exist")
     free = shutil.disk_usage(folder).free
@@ -150,12 +147,13 @@ def _disk(url: str) -> Finding:
 
 
 def _log(context: typer.Context, url: str, options: list[str] | None) -> Iterator[Finding]:
-    if not Path(url).exists():
+    if "://" not in url and Path(url).absolute().parent.is_dir() and not Path(url).exists():
         yield Finding("log", "ok", f"{url} does not exist yet: the first stream makes it")
         return
     try:
         with open_named(context, url, options) as opened:
-            facts = msgspec.json.encode(opened.facts()).decode()
-            yield Finding("log", "ok", facts)
+            for name, value in opened.facts().items():
+                if value is not None:
+                    yield Finding(f"log {name}", "ok", str(value))
     except PenstockError as error:
         yield Finding("log", "failed", str(error))

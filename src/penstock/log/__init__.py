@@ -25,6 +25,8 @@ def open_log(
     A path is an embedded log, made if it is not there unless `create` is false. Options are
     the fields of `Limits`, `Defaults` and of the engine's own options, by name.
     """
+    if not isinstance(url, str | Path) or not str(url):
+        raise UsageError(f"a log is named by a path or URL, not by {url!r}")
     text = str(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme not in ("", "file"):
@@ -48,9 +50,14 @@ def open_log(
 def _take(kind: type[S], options: dict[str, OptionValue]) -> tuple[S, dict[str, OptionValue]]:
     mine = {name: options.pop(name) for name in kind.__struct_fields__ if name in options}
     try:
-        return msgspec.convert(mine, kind, strict=False), options
+        made = msgspec.convert(mine, kind, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(f"a log option is wrong: {error}") from None
+    for name in mine:
+        value, least = getattr(made, name), 0 if name == "upkeep_interval_ms" else 1
+        if isinstance(value, int) and value < least:
+            raise UsageError(f"the log option {name} is {value}; it must be at least {least}")
+    return made, options
 
 
 __all__ = ["Limits", "Log", "open_log"]

@@ -267,8 +267,15 @@ def json_row(event: Event[object]) -> dict[str, JsonValue]:
         "type": event.type,
         "source": event.source,
         "headers": dict(event.headers),
-        "data": msgspec.to_builtins(event.data),
+        "data": _shown(event.data),
     }
+
+
+def _shown(data: object) -> JsonValue:
+    """Data as JSON; sets in order, so that two outputs can be compared."""
+    order: Literal["deterministic"] | None = "deterministic" if isinstance(data, Record) else None
+    shown: JsonValue = msgspec.to_builtins(data, order=order)
+    return shown
 
 
 def _iso(time: dt.datetime) -> str:

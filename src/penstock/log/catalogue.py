@@ -60,6 +60,8 @@ from penstock.records.schema import (
 
 T = TypeVar("T")
 Path_ = tuple[str, ...]
+PARTITIONS_ANY = 2**31
+"""The log's own limit is looked at when the plan is made."""
 _SECTIONS = ("catalogue", "defaults", "namespaces", "records", "streams")
 _SETTINGS = (
     "record", "content", "key", "time", "partitions", "replication", "retention",
@@ -127,10 +129,19 @@ class _Loader:
             self._checked(where, lambda n=namespace: check_namespace_name(n))  # type: ignore[misc]
             self._known(where, self._table(where, self._section("namespaces")[namespace]), ())
         self._load_records()
+        self._check_defaults()
         streams = tuple(self._stream(n, body, name) for n, body in self._section("streams").items())
+        self._check_different(streams)
         lines = {spec.name: self._line(("streams", key)) for spec, key in
                  zip(streams, self._section("streams"), strict=True)}  # fmt: skip
         return Catalogue(str(self._path), name, namespaces, streams, lines)
+
+    def _check_different(self, streams: Sequence[StreamSpec]) -> None:
+        seen: set[str] = set()
+        for spec, key in zip(streams, self._section("streams"), strict=True):
+            if spec.name in seen:
+                raise self._wrong(("streams", key), f"the stream {spec.name} is declared twice")
+            seen.add(spec.name)
 
     def _section(self, name: str) -> Mapping[str, object]:
         return self._table((name,), self._tree.get(name, {}))
@@ -141,27 +152,43 @@ class _Loader:
         return value
 
     def _load_records(self) -> None:
-        for name, body in self._section("records").items():
-            where = ("records", name)
-            fields = []
-            for field, text in self._table(where, body).items():
-                at = (*where, field)
-                if not isinstance(text, str):
-                    raise self._wrong(at, f"the type of {name}.{field} is text, such as 'str'")
-                self._checked(at, lambda f=field, n=name: check_field_name(f, n))  # type: ignore[misc]
-                made = self._checked(at, lambda t=text: parse_type(t, self._records))  # type: ignore[misc]
-                fields.append(Field(field, made))
-            if not fields:
-                raise self._wrong(where, f"the record {name} has no fields")
-            self._records[name] = Schema(name, tuple(fields))
+        for name in self._section("records"):
+            self._load_record(name, ())
+
+    def _load_record(self, name: str, outer: Path_) -> Schema:
+        """A record, after those that its fields name, in whatever order they are written."""
+        where = ("records", name)
+        if name in outer:
+            raise self._wrong(where, f"the record {name} contains itself")
+        if name in self._records:
+            return self._records[name]
+        body = self._table(where, self._section("records")[name])
+        fields = []
+        for field, text in body.items():
+            at = (*where, field)
+            if not isinstance(text, str):
+                raise self._wrong(at, f"the type of {name}.{field} is text, such as 'str'")
+            for other in set(re.findall(r"\w+", text)) & set(self._section("records")):
+                self._load_record(other, (*outer, name))
+            self._checked(at, lambda f=field: check_field_name(f, name))  # type: ignore[misc]
+            made = self._checked(at, lambda t=text: parse_type(t, self._records))  # type: ignore[misc]
+            fields.append(Field(field, made))
+        if not fields:
+            raise self._wrong(where, f"the record {name} has no fields")
+        self._records[name] = Schema(name, tuple(fields))
+        return self._records[name]
+
+    def _check_defaults(self) -> None:
+        defaults = self._section("defaults")
+        self._known(("defaults",), defaults, _DEFAULTS)
+        for name, value in defaults.items():
+            self._checked(("defaults", name), lambda n=name, v=value: self._setting(n, v))  # type: ignore[misc]
 
     def _stream(self, name: str, body: object, origin: str) -> StreamSpec:
         where = ("streams", name)
         settings = dict(self._table(where, body))
         self._known(where, settings, _SETTINGS)
-        defaults = self._section("defaults")
-        self._known(("defaults",), defaults, _DEFAULTS)
-        given = {**defaults, **settings}
+        given = {**self._section("defaults"), **settings}
         if settings.get("ids") == "producer" and "partitions" not in settings:
             given.pop("partitions", None)
         values: dict[str, object] = {"name": name, "origin": origin}
@@ -169,7 +196,7 @@ class _Loader:
             at = (*where, setting) if setting in settings else ("defaults", setting)
             values.update(self._checked(at, lambda s=setting, v=value: self._setting(s, v)))  # type: ignore[misc]
         spec = self._checked(where, lambda: msgspec.convert(values, StreamSpec))
-        self._checked(where, lambda: check_writable_by_user(check_spec(spec, 10**6)))
+        self._checked(where, lambda: check_writable_by_user(check_spec(spec, PARTITIONS_ANY)))
         return msgspec.structs.replace(spec, name=str(parse_stream(name)))
 
     def _setting(self, name: str, value: object) -> dict[str, object]:
@@ -200,6 +227,8 @@ class _Loader:
         for name in found:
             if name not in known:
                 allowed = f"; allowed are {', '.join(known)}" if known else ""
+                if where[:1] == ("streams",) and isinstance(found[name], Mapping):
+                    allowed = f'; write the stream as [streams."{where[-1]}.{name}"]'
                 raise self._wrong((*where, name), f"{name!r} is not known here{allowed}")
 
     def _checked(self, where: Path_, work: Callable[[], T]) -> T:
@@ -248,13 +277,21 @@ def _path_of(line: str) -> Path_:
 def import_record(name: str, folder: Path) -> type[Record]:
     """The record class that `module:Class` names; modules beside the file are found too."""
     module_name, _, class_name = name.partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        raise RecordError(
+            f"{name!r} does not name a class: write MODULE:CLASS, as shop.models:Order"
+        )
     sys.path.insert(0, str(folder.resolve()))
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except ModuleNotFoundError as error:
-        raise RecordError(f"{name}: {error}; looked beside the file and on PYTHONPATH") from None
+        raise RecordError(
+            f"{name}: {error}; looked in {folder.resolve()} and on PYTHONPATH"
+        ) from None
     except AttributeError:
         raise RecordError(f"{name}: the module has no {class_name}") from None
+    except Exception as error:  # whatever the module does when it is imported
+        raise RecordError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
     if not (isinstance(found, type) and issubclass(found, Record)):
@@ -275,6 +312,7 @@ def make_plan(log: Log, catalogue: Catalogue) -> list[Step]:
     for spec in catalogue.streams:
         name = parse_stream(spec.name)
         try:
+            check_spec(spec, log.limits.partitions_max)
             _check_namespace(name, namespaces, catalogue)
             found = _stream_changes(spec, before.get(name), catalogue.name)
         except PenstockError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time as clock
+import uuid
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -46,7 +47,7 @@ from penstock.records.event import (
     new_id_prefix,
     stamped,
 )
-from penstock.records.evolution import check_evolution
+from penstock.records.evolution import evolution_reasons
 from penstock.records.schema import Record, schema_of
 
 SOURCE_CHARS_MAX = 200
@@ -298,12 +299,12 @@ def check_class_fits(stream: Stream, record: type[Record]) -> None:
             f"{mine.name} has the field {added[0]}, which stream {stream.name} does not have yet: "
             "apply the new record to the stream first (penstock apply, or AlterStream)"
         )
-    try:
-        check_evolution(mine, schema)
-    except UsageError as error:
+    reasons = evolution_reasons(mine, schema)
+    if reasons:
         raise RecordError(
-            f"{mine.name} does not fit the record {schema.name} of stream {stream.name}: {error}"
-        ) from None
+            f"the class {mine.name} does not fit stream {stream.name}, which holds {schema.name}: "
+            f"from the class to the stream, {'; '.join(reasons)}"
+        )
 
 
 def _kind(value: object) -> str:
@@ -354,9 +355,9 @@ def _field_key(stream: Stream, packed: Record | bytes | str, field: str) -> byte
                 f"stream {stream.name}: the event is no object with the field {field!r}, "
                 "which is the stream's key"
             ) from None
-    if value is None:
-        return None
-    return key_bytes(value if isinstance(value, str | int | bytes) else str(value))
+    if isinstance(value, uuid.UUID):
+        value = str(value)
+    return key_bytes(value)
 
 
 def _checked_headers(headers: Mapping[str, str] | None, limits: Limits) -> Mapping[str, str] | None:

@@ -36,6 +36,8 @@ METRICS = StreamName(SYSTEM, "metrics")
 
 def parse_stream(text: str) -> StreamName:
     """The stream that `text` addresses; `BadNameError` says what is wrong with it."""
+    if not isinstance(text, str):
+        raise BadNameError(f"a stream is addressed by its name, not by {type(text).__name__}")
     namespace, dot, stream = text.rpartition(".")
     if dot and "." in namespace:
         raise BadNameError(

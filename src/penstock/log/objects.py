@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.errors import BadNameError, EvolutionError, LimitError, RecordError, UsageError
 from penstock.log.names import DEFAULT, SYSTEM, StreamName, check_name, parse_stream
+from penstock.log.quantities import format_duration
 from penstock.records.evolution import check_evolution
 from penstock.records.schema import Maybe, Record, Scalar, Schema, Type, schema_of
 
@@ -97,6 +98,10 @@ def declare(
 
     Takes every setting of `StreamSpec` by name.
     """
+    if record is not None and not (isinstance(record, type) and issubclass(record, Record)):
+        raise RecordError(
+            f"{record!r} is not a record class: declare one with class Order(penstock.Record)"
+        )
     values = {
         "name": name,
         "record": schema_of(record) if record else None,
@@ -151,6 +156,15 @@ class DropStream(msgspec.Struct, frozen=True, tag="drop stream"):
 Change = CreateNamespace | DropNamespace | CreateStream | AlterStream | GrowStream | DropStream
 
 
+def check_change(change: object) -> None:
+    """Raise `UsageError` for something that is no change, such as a bare declaration."""
+    if not isinstance(change, Change):
+        raise UsageError(
+            f"apply takes a list of changes, such as CreateStream(declare(...)), and got "
+            f"{type(change).__name__}"
+        )
+
+
 def check_namespace_name(name: str) -> None:
     check_name(name, "namespace")
 
@@ -177,6 +191,8 @@ def check_spec(spec: StreamSpec, partitions_max: int) -> StreamName:
             f"stream {name}: ids='producer' needs one partition, since its ids are compared "
             f"in one place; it asks for {spec.partitions}"
         )
+    if spec.record is not None:
+        _check_record(spec.record)
     for setting in ("retention_ms", "retention_bytes", "replication"):
         value = getattr(spec, setting)
         if value is not None and value <= 0:
@@ -184,6 +200,15 @@ def check_spec(spec: StreamSpec, partitions_max: int) -> StreamName:
     _check_key(spec, name)
     _check_time(spec, name)
     return name
+
+
+def _check_record(record: Schema) -> None:
+    if not record.name.isidentifier():
+        raise RecordError(f"{record.name!r} is not a record's name: use an identifier")
+    names = [field.name for field in record.fields]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise RecordError(f"{record.name} has the field {double} twice: leave one")
 
 
 def check_partitions(name: StreamName, partitions: int, partitions_max: int) -> None:
@@ -197,6 +222,8 @@ def check_partitions(name: StreamName, partitions: int, partitions_max: int) -> 
 def _check_key(spec: StreamSpec, name: StreamName) -> None:
     if spec.key is None:
         return
+    if not spec.key:
+        raise UsageError(f"stream {name}: the key's field is empty; leave key out instead")
     if spec.content == "bytes":
         raise UsageError(f"stream {name}: bytes have no field {spec.key!r} to be the key")
     type_ = _field_type(spec, name, spec.key, "key")
@@ -303,11 +330,19 @@ def _differences(spec: StreamSpec, before: Stream | None) -> str:
     found = []
     for setting in ("acks", "retention_ms", "retention_bytes", "replication", "time", "origin"):
         if _differs(old, spec, setting):
-            found.append(f"{setting} {getattr(old, setting)} → {getattr(spec, setting)}")
+            found.append(f"{_words(setting, old)} → {_words(setting, spec).partition(' ')[2]}")
     if spec.record != before.record and spec.record and before.record:
         added = [str(f.name) for f in spec.record.fields if before.record.field(f.name) is None]
         found.append(f"record version {len(before.records) + 1} (adds {', '.join(added)})")
     return "; ".join(found) or "nothing"
+
+
+def _words(setting: str, spec: StreamSpec) -> str:
+    """A setting as people write it: retention 7 days."""
+    value = getattr(spec, setting)
+    if setting == "retention_ms":
+        return f"retention {format_duration(value)}"
+    return f"{setting} {'none' if value in (None, '') else value}"
 
 
 class ObjectChanged(Record):

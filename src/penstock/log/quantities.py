@@ -23,6 +23,17 @@ def parse_duration_ms(text: str | int) -> int:
     return _parse(text, _MS, "a duration, such as 7 days, 12 hours or 500 ms")
 
 
+def format_duration(duration_ms: int | None) -> str:
+    """Milliseconds in the largest unit that fits: 7 days."""
+    if duration_ms is None:
+        return "for ever"
+    for unit in ("day", "hour", "minute", "second"):
+        if duration_ms % _MS[unit] == 0:
+            count = duration_ms // _MS[unit]
+            return f"{count} {unit}{'' if count == 1 else 's'}"
+    return f"{duration_ms} ms"
+
+
 def parse_bytes(text: str | int) -> int:
     """Bytes of "10 GB", "512 MiB"; a bare integer is bytes."""
     return _parse(text, _BYTES, "a size, such as 10 GB or 512 MiB")

@@ -130,7 +130,7 @@ class RecordCodec:
             return self._one.decode(data)
         except msgspec.ValidationError:
             # A field was added that has no default here: it is None, also in nested records.
-            filled = msgspec.msgpack.decode(data, type=record_type(self.schema))
+            filled = msgspec.msgpack.decode(data, type=record_type(self.schema, strict=False))
             return self._one.decode(self._pack.encode(filled))
 
     def to_arrow(self, records: Sequence[Record | None]) -> pa.RecordBatch:

@@ -13,13 +13,18 @@ from penstock.records.schema import DictOf, ListOf, Maybe, Schema, SetOf, Type
 
 def check_evolution(old: Schema, new: Schema) -> None:
     """Raise `EvolutionError` unless events written with `old` can be read with `new`."""
-    reasons = _record_reasons(old, new, new.name)
+    reasons = evolution_reasons(old, new)
     if reasons:
         raise EvolutionError(
             f"the record {old.name} cannot become the new {new.name}: {'; '.join(reasons)}. "
             "Only optional fields (`X | None`) may be added; for anything else create a new "
             "stream and copy the events over"
         )
+
+
+def evolution_reasons(old: Schema, new: Schema) -> list[str]:
+    """Why events written with `old` cannot be read with `new`; nothing if they can."""
+    return _record_reasons(old, new, new.name)
 
 
 def _record_reasons(old: Schema, new: Schema, path: str) -> list[str]:

@@ -156,7 +156,13 @@ def _read_class(record: type[msgspec.Struct], outer: tuple[type, ...]) -> Schema
             f"{record.__name__} contains itself: a column cannot; keep the inner one's key instead"
         )
     _check_config(record)
-    hints = get_type_hints(record, include_extras=True)
+    try:
+        hints = get_type_hints(record, include_extras=True)
+    except NameError as error:
+        raise RecordError(
+            f"{record.__name__}: {error}; a record's types must be known where it is declared: "
+            "declare them at the top of the module"
+        ) from None
     fields = []
     for info in msgspec.structs.fields(record):
         where = f"{record.__name__}.{info.name}"
@@ -244,20 +250,30 @@ def _choice(values: list[object], where: str) -> Choice:
     raise RecordError(f"{where}: the values of an Enum or Literal must be all str or all int")
 
 
+def record_type(schema: Schema, *, strict: bool = True) -> type[Record]:
+    """A record class made from a schema: same fields, same validation of types.
+
+    The same class for the same schema. A `strict` one refuses fields that it does not have: a
+    misspelt one must not get lost.
+    """
+    return _made(schema, strict)
+
+
 @functools.cache
-def record_type(schema: Schema) -> type[Record]:
-    """A record class made from a schema: same fields, same validation of types."""
+def _made(schema: Schema, strict: bool) -> type[Record]:
     fields: list[tuple[str, object] | tuple[str, object, None]] = [
-        (field.name, _python(field.type), None)
+        (field.name, _python(field.type, strict), None)
         if isinstance(field.type, Maybe)
-        else (field.name, _python(field.type))
+        else (field.name, _python(field.type, strict))
         for field in schema.fields
     ]
-    made = msgspec.defstruct(schema.name, fields, bases=(Record,), kw_only=True)
+    made = msgspec.defstruct(
+        schema.name, fields, bases=(Record,), kw_only=True, forbid_unknown_fields=strict
+    )
     return typing.cast(type[Record], made)
 
 
-def _python(type_: Type) -> object:
+def _python(type_: Type, strict: bool) -> object:
     match type_:
         case Scalar(kind=kind):
             return _PYTHON[kind]
@@ -266,15 +282,15 @@ def _python(type_: Type) -> object:
         case Choice(values=values):
             return Literal[values]
         case ListOf(item=item):
-            return list[_python(item)]  # type: ignore[misc]
+            return types.GenericAlias(list, (_python(item, strict),))
         case SetOf(item=item):
-            return set[_python(item)]  # type: ignore[misc]
+            return types.GenericAlias(set, (_python(item, strict),))
         case DictOf(key=key, value=value):
-            return dict[_python(key), _python(value)]  # type: ignore[misc]
+            return types.GenericAlias(dict, (_python(key, strict), _python(value, strict)))
         case Maybe(of=of):
-            return _python(of) | None  # type: ignore[operator]
+            return Union[_python(of, strict), None]  # noqa: UP007  not known before run time
         case Schema():
-            return record_type(type_)
+            return _made(type_, strict)
 
 
 _WORDS: dict[str, Type] = {

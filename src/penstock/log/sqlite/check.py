@@ -13,7 +13,7 @@ from penstock.errors import DamagedError, ObjectExistsError
 from penstock.log.api import Damage, Progress
 from penstock.log.objects import Stream
 from penstock.log.sqlite.connection import ReaderPool, many, one, read_blob, translated
-from penstock.log.sqlite.reading import Row, decode
+from penstock.log.sqlite.reading import Row, damaged, decode
 
 BACKUP_PAGES = 1024
 OFFSET_MAX = 2**63 - 1
@@ -50,7 +50,7 @@ class Verifier:
         except DamagedError:
             raise
         except Exception as error:
-            yield Damage(f"the SQLite file is damaged: {error}")
+            yield Damage(f"the SQLite file is damaged: {_why(error)}")
 
     def _partition(
         self, stream: Stream, partition: int, first: int, next_: int
@@ -78,7 +78,8 @@ class Verifier:
             bounds = one(connection, "offsets_of_partition", stream.id, partition)
         if last is not None and bounds is not None and Row(*last).next_offset > bounds[1]:
             row = Row(*last)
-            yield _damage(stream, partition, row, "the recorded end of the partition is too low")
+            why = "the recorded end of the partition is too low"
+            yield _damage(stream, partition, row, str(damaged(stream, partition, row, why)))
 
     def _row(self, stream: Stream, partition: int, offset: int) -> Row | None:
         """The batch that holds an offset, or the next one."""
@@ -103,11 +104,18 @@ class Verifier:
             if data is not None:
                 decode(stream, partition, row, data)
             elif same == row:
-                yield _damage(stream, partition, row, "its data is missing")
+                yield _damage(
+                    stream, partition, row, str(damaged(stream, partition, row, "no data"))
+                )
         except DamagedError as error:
             yield _damage(stream, partition, row, str(error))
-        except Exception as error:
-            yield _damage(stream, partition, row, str(error))
+        except Exception as error:  # whatever SQLite raises is the finding
+            yield _damage(stream, partition, row, str(damaged(stream, partition, row, _why(error))))
+
+
+def _why(error: Exception) -> str:
+    """What SQLite itself said."""
+    return str(error.__cause__ or error)
 
 
 def _damage(stream: Stream, partition: int, row: Row, message: str) -> Damage:

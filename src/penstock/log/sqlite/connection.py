@@ -27,7 +27,8 @@ WAL_PAGES_MAX = 2048
 WAL_BYTES_KEPT = 64 << 20
 CACHE_KIB = 16 << 10
 READERS_IDLE_MAX = 8
-SQLITE_HEADER = b"SQLite format 3\x00"
+OPEN_BUSY_S = 10.0
+OPEN_PAUSE_S = 0.02
 
 
 @functools.cache
@@ -154,17 +155,30 @@ def connect(path: Path, vfs: str | None = None) -> apsw.Connection:
 
 def prepare_file(path: Path, vfs: str | None, create: bool) -> None:
     """Make the file a log of the present format, or raise why it cannot be one."""
-    if not path.exists():
+    if not path.exists() or (not create and path.is_file() and not path.stat().st_size):
         _check_creatable(path, create)
     elif path.is_dir():
         raise errors.LogFormatError(f"{path} is a directory; a log is a file, such as penstock.db")
-    else:
-        _check_header(path)
-    with translated(path), contextlib.closing(connect(path, vfs)) as connection:
+    deadline = time.monotonic() + OPEN_BUSY_S
+    with translated(path):
+        while True:
+            try:
+                _bring_up_to_date(path, vfs)
+                return
+            except apsw.BusyError:
+                # Two processes that make the file at once may meet where SQLite does not wait.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(OPEN_PAUSE_S)
+
+
+def _bring_up_to_date(path: Path, vfs: str | None) -> None:
+    """Only SQLite ever opens the file: closing it behind SQLite's back would drop its locks."""
+    with contextlib.closing(connect(path, vfs)) as connection:
         if _format(connection) == FORMAT:
             _check_application(connection, path)
-            return
-        _migrate(connection, path)
+        else:
+            _migrate(connection, path)
 
 
 def _check_creatable(path: Path, create: bool) -> None:
@@ -179,16 +193,6 @@ def _check_creatable(path: Path, create: bool) -> None:
         raise errors.LogReadOnlyError(
             f"the directory {path.parent} is read-only: a log needs write access to its directory"
         )
-
-
-def _check_header(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            header = file.read(len(SQLITE_HEADER))
-    except OSError as error:
-        raise errors.LogReadOnlyError(f"{path} cannot be read: {error.strerror}") from None
-    if header not in (b"", SQLITE_HEADER):
-        raise errors.LogFormatError(f"{path} is not a Penstock log: it is no SQLite file")
 
 
 def _format(connection: apsw.Connection) -> int:

@@ -165,6 +165,8 @@ class SqliteLog:
             return self._directory.get(connection, name)
 
     def apply(self, changes: Sequence[Change]) -> None:
+        changes = list(changes) if isinstance(changes, Sequence) else [changes]
+
         def work(write: Write) -> None:
             notes: list[ObjectChanged] = []
             self._changer(write).apply(

@@ -23,6 +23,7 @@ from penstock.log.objects import (
     Stream,
     StreamSpec,
     check_alter,
+    check_change,
     check_namespace_name,
     check_not_kept,
     check_partitions,
@@ -125,6 +126,7 @@ class Changer:
     ) -> None:
         """Apply in order; `told` is called with each change and the stream before it."""
         for change in changes:
+            check_change(change)
             before = self._before(change)
             self._one(change, before)
             failpoint("objects.changed")
@@ -188,8 +190,8 @@ class Changer:
             name = check_spec(spec, self._partitions_max)
         if not self._write.look("has_namespace", name.namespace):
             raise UnknownObjectError(
-                f"there is no namespace {name.namespace}: create it first"
-                f" (`penstock apply` with [namespaces.{name.namespace}])"
+                f"there is no namespace {name.namespace}: create it first "
+                f"(`penstock namespace create {name.namespace}`)"
             )
         if self._write.look("stream_version", *name):
             raise ObjectExistsError(f"the stream {name} exists already")

@@ -18,9 +18,12 @@ from penstock.errors import (
     PieceError,
     SequenceError,
     TransactionStateError,
+    UnknownObjectError,
 )
 from penstock.log.api import Commit, Log
+from penstock.log.objects import DropStream
 from penstock.log.transaction import Transaction
+from penstock.producer import Producer, ProducerOptions
 from penstock.testing.contract.setting import (
     Harness,
     OnEngine,
@@ -281,3 +284,54 @@ class Commits(OnEngine):
         thread.join(60)
         assert len(failed) == 30
         assert [e.data.amount for e in orders(log, "s")] == list(range(30))
+
+    def test_two_transactions_of_one_holder_do_not_swallow_each_other(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        first = Transaction(log, holder).__enter__()
+        second = Transaction(log, holder).__enter__()
+        first.send("s", Order("a", 1))
+        second.send("s", Order("a", 2))
+        first.commit()
+        with pytest.raises(SequenceError, match="nothing of this one"):
+            second.commit()
+        assert second.state == "rolled back"
+        assert [e.data.amount for e in orders(log, "s")] == [1]
+
+    def test_a_send_that_fails_leaves_the_transaction_as_it_was(self, harness: Harness) -> None:
+        with harness.open(transaction_memory_bytes_max=3000) as log:
+            create(log, "s")
+            with Transaction(log, "p") as tx:
+                for n in range(10):
+                    if n == 5:
+                        failpoints.arm("stage.begun", "raise")
+                    try:
+                        tx.send("s", Order("a", n))
+                    except failpoints.FailpointError:
+                        tx.send("s", Order("a", n))
+            failpoints.disarm()
+            assert [e.data.amount for e in orders(log, "s")] == list(range(10))
+
+    @pytest.mark.row("H14")
+    def test_one_refused_event_does_not_take_others_with_it(self, log: Log) -> None:
+        create(log, "s")
+        create(log, "gone")
+        with Producer(log, ProducerOptions(batch_delay_ms=300)) as producer:
+            kept = [producer.send("s", Order("a", n)) for n in range(3)]
+            lost = producer.send("gone", Order("a", 9))
+            kept += [producer.send("s", Order("a", n)) for n in range(3, 6)]
+            log.apply([DropStream("gone")])
+            producer.flush()
+            assert [future.result().offset for future in kept] == list(range(6))
+            with pytest.raises(UnknownObjectError):
+                lost.result()
+            producer.send("s", Order("a", 6)).result()
+
+    @pytest.mark.row("H14")
+    def test_a_future_cannot_be_called_back(self, log: Log) -> None:
+        create(log, "s")
+        with Producer(log, ProducerOptions(batch_delay_ms=100)) as producer:
+            future = producer.send("s", Order("a", 1))
+            assert not future.cancel()
+            assert future.result().offset == 0
+            assert producer.send("s", Order("a", 2)).result().offset == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import decimal
 import zlib
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -15,7 +17,8 @@ from penstock.errors import (
     UnknownObjectError,
     UsageError,
 )
-from penstock.log.api import Commit, Log
+from penstock.log.api import Commit, Log, Part
+from penstock.log.compose import Composer, EventOptions
 from penstock.log.objects import (
     AlterStream,
     CreateStream,
@@ -36,6 +39,38 @@ from penstock.testing.contract.setting import (
     make_part,
     orders,
 )
+
+
+class Inner(Record):
+    a: int
+
+
+class Inner2(Record):
+    a: int
+    b: str | None
+
+
+class Plain(Record):
+    inner: Inner
+
+
+class Plain2(Record):
+    inner: Inner2
+
+
+class Old(Record):
+    key: str
+    price: decimal.Decimal
+    day: dt.date
+    inner: Inner
+
+
+class New(Record):
+    key: str
+    price: decimal.Decimal
+    day: dt.date
+    inner: Inner2
+    note: str | None
 
 
 class Events(OnEngine):
@@ -279,3 +314,80 @@ class Events(OnEngine):
                     with pytest.raises(error, match=match):
                         wrong()
             assert list(orders(log, "s")) == []
+
+    def test_given_ids_may_be_missing_and_then_stay_what_they_became(self, log: Log) -> None:
+        create(log, "s", partitions=4)
+        users = [f"u{n}" for n in range(40)]
+        some = [f"id-{n}" if n % 2 else None for n in range(40)]
+        with Transaction(log, "p") as tx:
+            table = {"user": users, "amount": range(40), "_id": some}
+            ids = tx.append("s", pa.table(table)).to_pylist()
+        assert len(set(ids)) == 40
+        assert {e.data.amount: e.id for e in orders(log, "s")} == dict(enumerate(ids))
+        for event in orders(log, "s", key="u7"):
+            assert event.id == "id-7"
+
+    def test_appended_json_has_keys_and_deletes(self, log: Log) -> None:
+        log.apply([CreateStream(declare("j", key="k")), CreateStream(declare("t", table=True))])
+        with Transaction(log, "p") as tx:
+            tx.append("j", pa.table({"data": ['{"k": "a"}', '{"k": 7}']}))
+            tx.append("t", pa.table({"data": ["1", "2"], "_key": ["a", "b"]}))
+            with pytest.raises(RecordError, match="row 1 is no object with the field 'k'"):
+                tx.append("j", pa.table({"data": ['{"k": "a"}', "[]"]}))
+        assert [e.key for e in read_events(log, "j")] == [b"a", b"7"]
+        with Transaction(log, "p") as tx:
+            tx.append("t", pa.table({"data": [None, "3"], "_key": ["a", "c"],
+                                     "_deleted": [True, False]}))  # fmt: skip
+        assert dict(Table(log, "t").items()) == {b"b": 2, b"c": 3}
+
+    def test_an_older_entry_is_read_with_a_newer_class(self, log: Log) -> None:
+        log.apply([CreateStream(declare("t", Old, key="key", table=True))])
+        with Transaction(log, "p") as tx:
+            tx.send("t", Old("k", decimal.Decimal("1.5"), dt.date(2026, 1, 2), Inner(1)))
+        log.apply([AlterStream(declare("t", New, key="key", table=True))])
+        wanted = New("k", decimal.Decimal("1.5"), dt.date(2026, 1, 2), Inner2(1, None), None)
+        assert Table(log, "t", New).get("k") == wanted
+
+    @pytest.mark.parametrize(
+        ("data", "options"),
+        [
+            (Order("a", 2**63), {}),
+            (Order("\ud800", 1), {}),
+            (Order("a", 1), {"type": 5}),
+            (Order("a", 1), {"type": ""}),
+            (Order("a", 1), {"id": "\ud800"}),
+            (Order("a", 1), {"id": ""}),
+            (Order("a", 1), {"time": "2026-01-01"}),
+            (Order("a", 1), {"headers": ["x"]}),
+            (Order("a", 1), {"headers": {"x": "\ud800"}}),
+            (Order("a", 1), {"key": "\ud800"}),
+        ],
+    )
+    def test_what_cannot_be_stored_is_refused_at_once(
+        self, log: Log, data: Order, options: dict[str, Any]
+    ) -> None:
+        create(log, "s", key=None)
+        with Producer(log, ProducerOptions(batch_delay_ms=100)) as producer:
+            good = producer.send("s", Order("a", 1))
+            with pytest.raises(UsageError):
+                producer.send("s", data, **options)
+            assert good.result().offset == 0
+
+    def test_merging_keeps_what_a_newer_record_added(self, log: Log) -> None:
+        """Also where events were staged under the older record, and committed under the newer."""
+        log.apply([CreateStream(declare("s", Plain))])
+        holder = log.hold("p")
+        composer = Composer("tests", log.limits)
+
+        def part(value: Record) -> Part:
+            stream = log.stream("s")
+            return composer.part(stream, [composer.admit(stream, value, EventOptions())])
+
+        staged = log.stage(holder, 20, part(Plain(Inner(1))))
+        log.apply([AlterStream(declare("s", Plain2))])
+        for n in range(20):
+            log.commit(holder, n, Commit(parts=[part(Plain2(Inner2(n, "precious")))]))
+        log.commit(holder, 20, Commit(pieces=[staged]))
+        assert log.maintain().batches_merged > 0
+        inner = [event.data.inner for event in read_events(log, "s", Plain2)]
+        assert inner == [*(Inner2(n, "precious") for n in range(20)), Inner2(1, None)]

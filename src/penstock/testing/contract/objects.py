@@ -12,6 +12,7 @@ from penstock.errors import (
     EvolutionError,
     LimitError,
     ObjectExistsError,
+    RecordError,
     UnknownObjectError,
     UsageError,
 )
@@ -143,3 +144,23 @@ class Objects(OnEngine):
             log.apply([DropStream(name)])
         with Producer(log) as producer, pytest.raises(BadNameError):
             producer.send(name, {})
+
+    def test_a_stream_that_was_never_applied_is_never_seen(self, log: Log) -> None:
+        with pytest.raises(UnknownObjectError):
+            log.apply([CreateStream(declare("x", Order)), DropStream("x"), DropStream("no")])
+        with pytest.raises(UnknownObjectError):
+            log.apply([CreateStream(declare("x", Order)), GrowStream("x", 2), DropStream("no")])
+        log.apply([CreateStream(declare("y", content="bytes"))])
+        assert log.stream("y").spec.content == "bytes"
+        assert str(log.stream("y").name) == "y"
+
+    def test_only_changes_are_applied(self, log: Log) -> None:
+        for wrong in ([declare("s")], declare("s"), ["s"]):
+            with pytest.raises(UsageError, match="CreateStream"):
+                log.apply(wrong)  # type: ignore[arg-type]
+        log.apply(CreateStream(declare("one")))  # type: ignore[arg-type]
+        assert str(log.stream("one").name) == "one"
+        with pytest.raises(RecordError, match="not a record class"):
+            declare("s", dict)  # type: ignore[arg-type]
+        with pytest.raises(BadNameError):
+            log.stream(Order)  # type: ignore[arg-type]

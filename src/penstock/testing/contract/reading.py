@@ -21,6 +21,7 @@ from penstock.testing.contract.setting import (
     OnEngine,
     Order,
     commit,
+    commit_as,
     create,
     orders,
     wait_for_clock_after,
@@ -130,3 +131,45 @@ class Reading(OnEngine):
             assert len(set(whole["_id"].to_pylist())) == 5500
             some = batches[0].to_arrow(["_offset", "amount"])
             assert some.schema.names == ["_offset", "amount"]
+
+    def test_a_follower_sees_new_partitions_and_stops_when_told(
+        self, harness: Harness, log: Log
+    ) -> None:
+        create(log, "s", partitions=1)
+        stop, enough = threading.Event(), threading.Event()
+        seen: set[int] = set()
+
+        def follow() -> None:
+            with harness.open() as other:
+                for event in orders(other, "s", follow=True, stop=stop):
+                    seen.add(event.partition)
+                    if len(seen) == 6:
+                        enough.set()
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        log.apply([GrowStream("s", 6)])
+        with Producer(log) as producer:
+            for n in range(100):
+                producer.send("s", Order(f"u{n}", n)).result()
+        assert enough.wait(30)
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+    def test_following_one_partition_is_not_disturbed_by_others(self, log: Log) -> None:
+        create(log, "s", partitions=2)
+        with Producer(log) as producer:
+            homes = {producer.send("s", Order(f"u{n}", n)).result().partition for n in range(20)}
+        assert homes == {0, 1}
+        there = log.offsets("s")
+        assert log.wait("s", {0: there[0].next}, 0.05) is False
+
+    def test_a_slice_knows_its_commits(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        done = [commit_as(log, holder, n, "s", [n]) for n in range(40)]
+        log.maintain()
+        batch = next(log.read("s", 0, 25, 27))
+        assert batch.commit == done[25].commit
+        assert batch.commit_of(26).commit == done[26].commit
