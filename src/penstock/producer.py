@@ -37,6 +37,7 @@ from penstock.log.partitioning import homes_of
 from penstock.records.event import Key
 
 STREAM_KEPT_S = 1.0
+GATHER_S = 0.001
 
 
 class ProducerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +151,7 @@ class Producer:
         self._rows = 0
         self._in_flight: list[_Sent] = []
         self._hurry = 0
+        self._last_group = 1
         self._changed = threading.Condition()
         self._closing = False
         self._failure: PenstockError | None = None
@@ -264,7 +266,8 @@ class Producer:
             self._waiting.append(sent)
             self._bytes += sent.size
             self._rows += sent.rows
-            self._changed.notify_all()
+            if len(self._waiting) == 1 or self._is_full():  # else nobody waits for this
+                self._changed.notify_all()
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -314,17 +317,24 @@ class Producer:
             return self._in_flight
 
     def _linger(self) -> None:
-        """Wait for more, up to the batch delay, unless enough waits or somebody is in a hurry."""
-        if self._options.batch_delay_ms:
-            self._changed.wait_for(
-                lambda: (
-                    self._closing
-                    or self._hurry
-                    or self._bytes >= self._options.batch_bytes_max
-                    or self._rows >= self._options.batch_rows_max
-                ),
-                timeout=self._options.batch_delay_ms / 1000,
-            )
+        """Wait for more, up to the batch delay, unless enough waits or somebody is in a hurry.
+
+        Without a delay: where the last commit had many events, their senders will be back in a
+        moment; a commit of the first of them would only make the others wait.
+        """
+        delay_s = self._options.batch_delay_ms / 1000
+        self._changed.wait_for(
+            lambda: self._closing or self._hurry or self._is_full(),
+            timeout=delay_s or GATHER_S,
+        )
+
+    def _is_full(self) -> bool:
+        gathered = not self._options.batch_delay_ms and len(self._waiting) >= self._last_group
+        return (
+            gathered
+            or self._bytes >= self._options.batch_bytes_max
+            or self._rows >= self._options.batch_rows_max
+        )
 
     def _take(self) -> list[_Sent]:
         """The next commit's events: in order, within the limits, at least one."""
@@ -337,6 +347,7 @@ class Producer:
             if group and full:
                 break
             group.append(self._waiting.popleft())
+        self._last_group = len(group)
         self._rows -= sum(sent.rows for sent in group)
         self._hurry = max(0, self._hurry - len(group))
         return group
