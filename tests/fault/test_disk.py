@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from penstock.log import open_log
 from penstock.log.api import Commit, Log
 from penstock.log.read import ReadOptions, read_events
 from penstock.log.sqlite.connection import connect
-from penstock.testing.contract import Order, commit_as, create, orders
+from penstock.testing.contract import Order, commit_as, create, make_part, orders
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
 
 
@@ -160,6 +161,28 @@ def test_what_was_acknowledged_survives_loss_of_power(
             after = tmp_path / f"after-{n}"
             shutil.copytree(disk.durable, after)
             assert amounts(after / "log.db") == list(range(n + 1))
+
+
+def test_commits_that_wait_together_are_synced_together(disk: FaultyVfs, path: Path) -> None:
+    with open_on(path) as log:
+        create(log, "s")
+        holders = [log.hold(f"p{n}") for n in range(12)]
+        parts = [make_part(log, "s", [n]) for n in range(12)]
+        threads = [
+            threading.Thread(target=log.commit, args=(holder, 0, Commit(parts=[part])))
+            for holder, part in zip(holders, parts, strict=True)
+        ]
+        committer = log._committer  # type: ignore[attr-defined]
+        with committer._lock:
+            for thread in threads:
+                thread.start()
+            while len(committer._queue) < len(threads):
+                threads[0].join(0.001)
+            disk.syncs.clear()
+        for thread in threads:
+            thread.join(30)
+        assert len(disk.syncs) == 1
+        assert sorted(e.data.amount for e in orders(log, "s")) == list(range(12))
 
 
 @pytest.mark.row("H10", engine="embedded")
