@@ -295,14 +295,12 @@ class Producer:
     def _loop(self) -> None:
         try:
             while group := self._next_group():
-                try:
-                    self._deliver(group)
-                finally:
-                    with self._changed:
-                        self._in_flight = []
-                        self._bytes -= sum(sent.size for sent in group)
-                        self._changed.notify_all()
-        except BaseException as error:
+                self._deliver(group)
+                with self._changed:
+                    self._in_flight = []
+                    self._bytes -= sum(sent.size for sent in group)
+                    self._changed.notify_all()
+        except BaseException as error:  # nobody may wait for ever
             self._stop_with(ClosedError(f"the producer broke down: {error!r}"))
             raise
 
@@ -445,12 +443,14 @@ class Producer:
     def _stop_with(self, error: PenstockError) -> None:
         with self._changed:
             self._failure = error
-            left, self._waiting = list(self._waiting), deque()
-            self._bytes -= sum(sent.size for sent in left)
+            left = [*self._in_flight, *self._waiting]
+            self._bytes -= sum(sent.size for sent in self._waiting)
+            self._waiting.clear()
             self._rows = 0
             self._changed.notify_all()
         for sent in left:
-            sent.future.set_exception(error)
+            if not sent.future.done():
+                sent.future.set_exception(error)
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ class Runner:
         self.path = path
         self.seed = seed
         self.lines: list[str] = []
+        self._errors = path.with_suffix(".stderr")
 
     def start(
         self,
@@ -39,17 +41,23 @@ class Runner:
         if fault is not None:
             command += ["--fault", msgspec.json.encode(fault).decode()]
         environment = {**os.environ, failpoints.ENVIRONMENT: failpoint}
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
+        with self._errors.open("a") as errors:
+            return subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
 
     def finish(self, process: subprocess.Popen[str]) -> int:
         """Wait for a workload and take down what it said; returns its exit code."""
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-        self.lines += output.splitlines()
-        if process.returncode > 0:
-            sys.stdout.write(errors)
-        return process.returncode
+        assert process.stdout is not None
+        watchdog = threading.Timer(TIMEOUT_S, process.kill)
+        watchdog.start()
+        with process.stdout:
+            self.lines += process.stdout
+        code = process.wait()
+        watchdog.cancel()
+        if code > 0:
+            sys.stdout.write(self._errors.read_text("utf-8"))
+        return code
 
     def run(
         self,
@@ -66,4 +74,5 @@ class Runner:
     def judge(self) -> None:
         """Fail the test if a promise was broken."""
         with open_log(self.path, upkeep_interval_ms=0) as log:
-            assert judge(log, self.said(), self.seed) == []
+            wrong = judge(log, self.said(), self.seed)
+        assert not wrong, "\n".join(wrong)
