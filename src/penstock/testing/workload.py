@@ -130,6 +130,9 @@ class Worker:
         return self._holder
 
     def _commit(self, sequence: int, staged: bool) -> Committed:
+        last = self._log.last_commit(self._producer)
+        if last is not None and last.sequence == sequence:
+            return last  # an earlier try whose outcome was unknown has happened
         items = items_of(self._producer, sequence, self._seed)
         parts = [self._part(name, items) for name in STREAMS]
         progress: dict[str, bytes | None] = {f"work/{self._producer}": str(sequence).encode()}
