@@ -301,7 +301,11 @@ class Producer:
                     self._bytes -= sum(sent.size for sent in group)
                     self._changed.notify_all()
         except BaseException as error:  # nobody may wait for ever
-            self._stop_with(ClosedError(f"the producer broke down: {error!r}"))
+            broken = ClosedError(f"the producer broke down: {error!r}")
+            self._stop_with(broken)
+            for sent in self._in_flight:
+                if not sent.future.done():
+                    sent.future.set_exception(broken)
             raise
 
     def _next_group(self) -> list[_Sent]:
@@ -443,14 +447,12 @@ class Producer:
     def _stop_with(self, error: PenstockError) -> None:
         with self._changed:
             self._failure = error
-            left = [*self._in_flight, *self._waiting]
-            self._bytes -= sum(sent.size for sent in self._waiting)
-            self._waiting.clear()
+            left, self._waiting = list(self._waiting), deque()
+            self._bytes -= sum(sent.size for sent in left)
             self._rows = 0
             self._changed.notify_all()
         for sent in left:
-            if not sent.future.done():
-                sent.future.set_exception(error)
+            sent.future.set_exception(error)
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -109,6 +109,11 @@ def translated(path: Path) -> Iterator[None]:
         yield
     except apsw.Error as error:
         raise translate(error, path) from error
+    except UnicodeDecodeError as error:
+        raise errors.LogError(
+            f"{path} is damaged: a text in it is none; `penstock verify` tells what can still be "
+            "read, then restore a backup"
+        ) from error
 
 
 def translate(error: apsw.Error, path: Path) -> errors.LogError:
