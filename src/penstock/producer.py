@@ -25,6 +25,7 @@ from penstock.errors import (
     CommitOutcomeUnknownError,
     DeliveryTimeoutError,
     FencedError,
+    LogError,
     PenstockError,
     SequenceError,
     UsageError,
@@ -272,7 +273,7 @@ class Producer:
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._closing or self._thread is None:
+        if self._closing or self._thread is None or not self._thread.is_alive():
             raise ClosedError("the producer is closed: use it inside its `with` block")
 
     def _wait_for_room(self, size: int) -> None:
@@ -280,6 +281,8 @@ class Producer:
         fact = f"the producer's buffer is full ({self._bytes} of {most} bytes, buffer_bytes_max)"
         if self._options.on_full == "error":
             raise BufferFullError(f"{fact}: send slower, or set on_full to block")
+        self._hurry = len(self._waiting)
+        self._changed.notify_all()
         room = self._changed.wait_for(
             lambda: not self._bytes or self._bytes + size <= most or self._failure or self._closing,
             timeout=self._options.block_ms_max / 1000,
@@ -356,6 +359,9 @@ class Producer:
 
     def _deliver(self, group: Sequence[_Sent]) -> None:
         """Commit a group. One that is refused is halved until only the guilty are left out."""
+        if self._failure is not None:
+            self._fail(group, self._failure)
+            return
         try:
             parts, members = self._parts(group)
             committed = self._commit(Commit(parts=parts), min(sent.deadline for sent in group))
@@ -404,8 +410,11 @@ class Producer:
                     raise
                 late = clock.monotonic() + pause >= deadline
                 if late or not error.retriable or self._gave_up(pause):
-                    self._stop_if_over(error)
                     raise self._too_late(error, unknown) from error
+            except Exception as error:
+                if not unknown:
+                    raise
+                raise self._too_late(LogError(repr(error)), unknown) from error
         raise AssertionError("retries never end by themselves")
 
     def _pauses(self) -> Iterator[float]:
@@ -437,12 +446,9 @@ class Producer:
     def _fail(self, group: Sequence[_Sent], error: Exception) -> None:
         for sent in group:
             sent.future.set_exception(error)
-        self._stop_if_over(error)
-
-    def _stop_if_over(self, error: Exception) -> None:
-        """After these there is nothing more that this producer could do."""
-        if isinstance(error, FencedError | ClosedError):
-            self._stop_with(error)
+        for cause in (error, error.__cause__):
+            if isinstance(cause, FencedError | ClosedError) and self._failure is None:
+                self._stop_with(cause)  # there is nothing more that this producer could do
 
     def _stop_with(self, error: PenstockError) -> None:
         with self._changed:

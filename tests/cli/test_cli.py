@@ -486,3 +486,18 @@ def test_bare_commands_show_their_help(run: Run) -> None:
         done = run(*arguments)
         assert "Commands" in done.stdout
         assert "penstock: " not in done.stderr
+
+
+def test_several_processes_create_a_stream_and_none_loses_it(run: Run, tmp_path: Path) -> None:
+    programs = [
+        subprocess.Popen(
+            [*PROGRAM, "stream", "create", "s"], cwd=tmp_path, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    codes = sorted(program.wait(60) for program in programs)
+    for program in programs:
+        program.communicate()
+    assert codes == [0, 2, 2, 2]
+    assert [row["stream"] for row in rows(run("stream", "list", "--json"))] == ["s"]

@@ -23,7 +23,7 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.log import open_log
-from penstock.log.api import Commit, Log
+from penstock.log.api import Commit, CommitOptions, Log
 from penstock.log.read import ReadOptions, read_events
 from penstock.log.sqlite.connection import connect
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
@@ -161,6 +161,18 @@ def test_what_was_acknowledged_survives_loss_of_power(
             after = tmp_path / f"after-{n}"
             shutil.copytree(disk.durable, after)
             assert amounts(after / "log.db") == list(range(n + 1))
+
+
+def test_a_commit_that_is_repeated_is_synced_again(disk: FaultyVfs, path: Path) -> None:
+    with open_on(path) as log:
+        create(log, "s", acks="write")
+        holder = log.hold("p")
+        commit_as(log, holder, 0, "s", [1])
+        disk.syncs.clear()
+        part = make_part(log, "s", [1])
+        done = log.commit(holder, 0, Commit(parts=[part]), CommitOptions(acks="all"))
+        assert done.repeated
+        assert len(disk.syncs) == 1
 
 
 def test_commits_that_wait_together_are_synced_together(disk: FaultyVfs, path: Path) -> None:
@@ -318,7 +330,8 @@ def test_bit_flips_over_a_stored_batch_are_found(path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "rows = rows - 1", "commit_number = commit_number + 1", "time_us = time_us + 1",
+        "rows = rows - 1", "rows = 0", "rows = -3", "rows = 1 << 33",
+        "commit_number = commit_number + 1", "time_us = time_us + 1",
         "blob_id = (SELECT min(id) FROM blobs)", "checksum = checksum + 1", "runs = x'90'",
         "first_offset = first_offset + 1",
     ],
@@ -334,8 +347,13 @@ def test_a_damaged_index_row_is_found(path: Path, change: str) -> None:
         with pytest.raises(DamagedError, match="are damaged"):
             list(orders(log, "s"))
         assert [d for d in log.verify() if d.stream == "s"]
-        first = [e.data for b in log.read("s", 0, 0, 10) for e in b.events(Order)]
-        assert len(first) == 10
+        commit_as(log, holder, 2, "s", range(20, 30))
+        told: list[DamagedError] = []
+        good = read_events(log, "s", Order, ReadOptions(on_damage=told.append))
+        assert [e.data.amount for e in good] == [*range(10), *range(20, 30)]
+        assert len(told) == 1
+        with pytest.raises(DamagedError):
+            list(log.read("s", 0, 15))
 
 
 def test_damage_anywhere_never_gives_wrong_data(path: Path, seed: int) -> None:

@@ -309,3 +309,11 @@ def test_several_events_can_be_checked_before_one_is_sent(log: Log) -> None:
         assert list(orders(log, "s")) == []
         places = [producer.send_admitted(event).result() for event in admitted]
     assert [place.id for place in places] == [event.event.id for event in admitted]
+
+
+def test_a_buffer_smaller_than_a_batch_does_not_wait_for_the_delay(log: Log) -> None:
+    options = ProducerOptions(buffer_bytes_max=20_000, batch_delay_ms=30_000, block_ms_max=20_000)
+    with Producer(log, options) as producer:
+        for n in range(200):
+            producer.send("s", Order("a", n))
+    assert [e.data.amount for e in orders(log, "s")] == list(range(200))

@@ -466,3 +466,76 @@ def test_a_forgotten_directory_or_name_makes_no_file(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="path or URL"):
             open_log(wrong)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_commit_waits_as_long_as_it_said(path: Path) -> None:
+    """A hasty commit that leads the group does not make the patient ones give up."""
+    with (
+        open_log(path, upkeep_interval_ms=0) as log,
+        contextlib.closing(sqlite.connect(path)) as other,
+    ):
+        create(log, "s")
+        holders = [log.hold(name) for name in ("hasty", "patient")]
+        parts = [make_part(log, "s", [n]) for n in range(2)]
+        outcomes: dict[str, str] = {}
+
+        def commit(index: int, timeout_ms: int) -> None:
+            options = CommitOptions(timeout_ms=timeout_ms)
+            try:
+                log.commit(holders[index], 0, Commit(parts=[parts[index]]), options)
+                outcomes[holders[index].producer] = "committed"
+            except LogBusyError:
+                outcomes[holders[index].producer] = "busy"
+
+        committer = log._committer  # type: ignore[attr-defined]
+        other.execute("BEGIN IMMEDIATE")
+        with committer._lock:
+            threads = [
+                threading.Thread(target=commit, args=arguments)
+                for arguments in ((0, 300), (1, 30_000))
+            ]
+            for thread in threads:
+                thread.start()
+            while len(committer._queue) < 2:
+                threads[0].join(0.001)
+        threads[0].join(30)
+        other.execute("ROLLBACK")
+        threads[1].join(30)
+        assert outcomes == {"hasty": "busy", "patient": "committed"}
+
+
+def test_two_backups_to_one_target_do_not_mix(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy.db"
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        commit_as(log, log.hold("p"), 0, "s", range(5000))
+        told: list[str] = []
+
+        def back_up() -> None:
+            try:
+                log.backup(target)
+                told.append("copied")
+            except ObjectExistsError:
+                told.append("exists")
+
+        threads = [threading.Thread(target=back_up) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(told) == ["copied", "exists", "exists", "exists"]
+    with open_log(target, create=False, upkeep_interval_ms=0) as copy:
+        assert sum(1 for _ in orders(copy, "s")) == 5000
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_damaged_declaration_is_found_and_the_rest_verified(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "good")
+        create(log, "bad")
+        with contextlib.closing(sqlite.connect(path)) as connection:
+            connection.execute("UPDATE streams SET grown = '[2]' WHERE name = 'bad'")
+    with open_log(path, upkeep_interval_ms=0) as log:
+        assert [damage.stream for damage in log.verify()] == ["bad"]
+        assert list(orders(log, "good")) == []
+        assert log.facts()["streams"] == 4

@@ -20,7 +20,12 @@ from penstock.cli.options import (
     open_named,
 )
 from penstock.cli.output import flush, note, progress_bar, say, say_json
-from penstock.errors import DamagedError, PenstockError, UsageError
+from penstock.errors import (
+    CommitOutcomeUnknownError,
+    DamagedError,
+    PenstockError,
+    UsageError,
+)
 from penstock.log.api import Log, Start
 from penstock.log.batch import json_row
 from penstock.log.compose import EventOptions
@@ -139,7 +144,8 @@ def _publish_acked(
                 futures = [producer.send_admitted(event) for event in admitted]
                 producer.flush()
                 for (line, _, _), future in zip(chunk, futures, strict=True):
-                    place = future.result()
+                    with naming(line):
+                        place = future.result()
                     last = line.number
                     duplicates += place.duplicate
                     new += not place.duplicate
@@ -147,9 +153,9 @@ def _publish_acked(
                         _show_place(place, json)
                 flush()
         except PenstockError as error:
-            if not last:
+            if not last or isinstance(error, CommitOutcomeUnknownError):
                 raise
-            published = f"lines 1 to {last} are published, later ones are not"
+            published = f"lines 1 to {last} are published and acknowledged, later ones are not"
             raise type(error)(f"{error} ({published})") from None
     if not ack:
         _show_count(new, duplicates, stream, json)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,13 +16,15 @@ from penstock.cli.options import (
     LogOption,
     LogOptionsOption,
     StreamArgument,
+    change_log,
+    empty_log,
     examples,
     log_url,
-    open_for_change,
     open_named,
 )
 from penstock.cli.output import note, say, say_json, table
 from penstock.errors import DestructiveChangeError, UsageError
+from penstock.log import log_path
 from penstock.log.api import Log
 from penstock.log.catalogue import Step, import_record, load, make_plan
 from penstock.log.names import SYSTEM, parse_stream
@@ -149,9 +150,12 @@ def create_stream(  # noqa: PLR0913  one parameter per option
         table=table_,
     )
     parse_stream(stream)
-    with open_for_change(context, log, log_option) as opened:
+
+    def create(opened: Log) -> Stream:
         opened.apply([CreateStream(spec)])
-        made = opened.stream(stream)
+        return opened.stream(stream)
+
+    made = change_log(context, log, log_option, create)
     if json:
         say_json({"created": str(made.name), "partitions": made.partitions})
     else:
@@ -303,8 +307,7 @@ def create_namespace(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Create a namespace."""
-    with open_for_change(context, log, log_option) as opened:
-        opened.apply([CreateNamespace(name)])
+    change_log(context, log, log_option, lambda opened: opened.apply([CreateNamespace(name)]))
     say_json({"created": name}) if json else say(f"created namespace {name}")
 
 
@@ -333,7 +336,7 @@ def apply(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Make the log what a catalogue file says: shows the plan, then applies it as one.
+    """Make the log what a catalogue file says: applies the plan as one, and shows it.
 
     Applied again, it does nothing.
     """
@@ -342,17 +345,21 @@ def apply(
         with _log_or_empty(context, log, log_option) as opened:
             _show_plan(make_plan(opened, catalogue), json)
         return
-    with open_for_change(context, log, log_option) as opened:
+
+    def carry_out(opened: Log) -> list[Step]:
         plan = make_plan(opened, catalogue)
-        _show_plan(plan, json)
         destructive = [step.description for step in plan if step.destructive]
         if destructive and not allow_destructive:
+            _show_plan(plan, json)
             raise DestructiveChangeError(
                 f"{file} would {'; '.join(destructive)}. Nothing was changed: say "
                 "--allow-destructive if that is what you want"
             )
-        if plan:
-            opened.apply([step.change for step in plan])
+        opened.apply([step.change for step in plan])
+        return plan
+
+    plan = change_log(context, log, log_option, carry_out)
+    _show_plan(plan, json)
     if json:
         say_json({"applied": len(plan)})
     elif plan:
@@ -364,12 +371,11 @@ def _log_or_empty(
     context: typer.Context, log: str | None, options: list[str] | None
 ) -> Iterator[Log]:
     """The log, or where there is none yet, an empty one that leaves nothing behind."""
-    if Path(log_url(context, log)).exists():
+    if log_path(log_url(context, log)).exists():
         with open_named(context, log, options) as opened:
             yield opened
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        with open_named(context, f"{folder}/empty.db", options, create=True) as opened:
+    else:
+        with empty_log(options) as opened:
             yield opened
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
 
-from penstock.errors import PenstockError, UsageError
-from penstock.log import OptionValue, open_log
+from penstock.errors import UsageError
+from penstock.log import OptionValue, log_path, open_log
 from penstock.log.api import Log
 
+T = TypeVar("T")
 DEFAULT_LOG = "penstock.db"
 
 
@@ -79,21 +81,32 @@ def log_url(context: typer.Context, log: str | None) -> str:
     return log or before or os.environ.get("PENSTOCK_LOG") or DEFAULT_LOG
 
 
+def change_log(
+    context: typer.Context,
+    log: str | None,
+    options: list[str] | None,
+    work: Callable[[Log], T],
+) -> T:
+    """Do the work on the log, made if it is not there.
+
+    Where it would have to be made, the work is rehearsed on an empty one first: a change that
+    fails leaves no file behind, and no file is ever removed.
+    """
+    if not log_path(log_url(context, log)).exists():
+        with empty_log(options) as rehearsal:
+            work(rehearsal)
+    with open_named(context, log, options, create=True) as opened:
+        return work(opened)
+
+
 @contextlib.contextmanager
-def open_for_change(
-    context: typer.Context, log: str | None, options: list[str] | None
-) -> Iterator[Log]:
-    """The log, made if it is not there; unless the change fails: then it was never made."""
-    url = log_url(context, log)
-    existed = Path(url).exists()
-    try:
-        with open_log(url, create=True, **parse_options(options or [])) as opened:
+def empty_log(options: list[str] | None) -> Iterator[Log]:
+    """A new log that leaves nothing behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        with open_log(
+            Path(folder, "empty.db"), create=True, **parse_options(options or [])
+        ) as opened:
             yield opened
-    except PenstockError:
-        if not existed:
-            for suffix in ("", "-wal", "-shm"):
-                Path(url + suffix).unlink(missing_ok=True)
-        raise
 
 
 def parse_options(options: list[str]) -> dict[str, OptionValue]:

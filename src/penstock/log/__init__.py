@@ -43,8 +43,14 @@ def open_log(
         raise UsageError(
             f"there is no log option {next(iter(rest))!r}; there are {', '.join(known)}"
         )
-    path = Path(text.removeprefix("file://"))
-    return SqliteLog(path, create=create, limits=limits, defaults=defaults, options=own).open()
+    return SqliteLog(
+        log_path(text), create=create, limits=limits, defaults=defaults, options=own
+    ).open()
+
+
+def log_path(url: str) -> Path:
+    """The file of an embedded log."""
+    return Path(url.removeprefix("file://"))
 
 
 def _take(kind: type[S], options: dict[str, OptionValue]) -> tuple[S, dict[str, OptionValue]]:
@@ -60,4 +66,4 @@ def _take(kind: type[S], options: dict[str, OptionValue]) -> tuple[S, dict[str, 
     return made, options
 
 
-__all__ = ["Limits", "Log", "open_log"]
+__all__ = ["Limits", "Log", "OptionValue", "log_path", "open_log"]

@@ -6,7 +6,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import RecordError, UsageError
+from penstock.errors import LimitError, RecordError, UsageError
 from penstock.log.objects import Stream
 from penstock.records.arrow import (
     UTC_MICROSECONDS,
@@ -33,15 +33,21 @@ def one_batch(data: pa.RecordBatch | pa.Table) -> pa.RecordBatch:
     if len(set(names)) != len(names):
         double = next(name for name in names if names.count(name) > 1)
         raise RecordError(f"there are several columns {double}: leave one")
+    try:
+        data.validate(full=True)
+    except pa.ArrowException as error:
+        raise RecordError(f"the columns are not valid: {error}") from None
     if isinstance(data, pa.RecordBatch):
         return data
     batches = data.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=data.schema)
 
 
-def given_names(batch: pa.RecordBatch) -> list[str]:
+def given_names(stream: Stream, batch: pa.RecordBatch) -> list[str]:
     """The envelope columns that the user gives; `RecordError` for one that is not a writer's."""
     names = [name for name in batch.schema.names if name.startswith("_") and name != DELETED]
+    if stream.spec.key is not None and DELETED in batch.schema.names:
+        names = [name for name in names if name != "_key"]  # looked at with the data
     wrong = [name for name in names if name not in _ALLOWED]
     if wrong:
         raise RecordError(
@@ -56,7 +62,7 @@ def data_arrays(stream: Stream, batch: pa.RecordBatch) -> tuple[list[pa.Array], 
     plain = batch.select([name for name in batch.schema.names if not name.startswith("_")])
     deleted = _deleted(stream, batch)
     if stream.record is None:
-        return _untyped_arrays(stream, plain, deleted)
+        return _untyped_arrays(stream, batch, plain, deleted)
     if deleted is None:
         plain = conform(plain, stream.record)
         return list(plain.columns), list(plain.schema)
@@ -64,7 +70,29 @@ def data_arrays(stream: Stream, batch: pa.RecordBatch) -> tuple[list[pa.Array], 
     conform(plain.filter(pc.invert(deleted)), stream.record)
     schema = nullable(arrow_schema(stream.record))
     columns = [_nullable_column(plain, field) for field in schema]
-    return [*columns, deleted], [*schema, pa.field(DELETED, pa.bool_())]
+    fields = [*schema, pa.field(DELETED, pa.bool_())]
+    if stream.spec.key is None:
+        return [*columns, deleted], fields
+    own = key_column(columns[schema.get_field_index(stream.spec.key)])
+    keys = _keys_of_changes(stream, batch, deleted, own)
+    return [*columns, deleted, keys], [*fields, pa.field("_key", pa.binary())]
+
+
+def _keys_of_changes(
+    stream: Stream, batch: pa.RecordBatch, deleted: pa.Array, own: pa.Array
+) -> pa.Array:
+    """Keys of a table's changes: the field's own, and for what is deleted the given one."""
+    index = batch.schema.get_field_index("_key")
+    if index < 0:
+        return own
+    given = key_column(batch.column(index))
+    wrong = pc.and_(pc.and_(pc.invert(deleted), pc.is_valid(given)), pc.not_equal(given, own))
+    if pc.any(wrong).as_py():
+        raise UsageError(
+            f"stream {stream.name} takes its key from the field {stream.spec.key}: the column _key "
+            "is for deleted entries, and differs from the field in others"
+        )
+    return pc.if_else(deleted, pc.coalesce(given, own), own)
 
 
 def _deleted(stream: Stream, batch: pa.RecordBatch) -> pa.Array | None:
@@ -87,7 +115,7 @@ def _nullable_column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
 
 
 def _untyped_arrays(
-    stream: Stream, plain: pa.RecordBatch, deleted: pa.Array | None
+    stream: Stream, batch: pa.RecordBatch, plain: pa.RecordBatch, deleted: pa.Array | None
 ) -> tuple[list[pa.Array], list[pa.Field]]:
     kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
     if plain.schema.names != [DATA] or not is_alike(plain.column(0).type, kind):
@@ -98,9 +126,10 @@ def _untyped_arrays(
         raise RecordError(f"stream {stream.name}: the column {DATA} has nulls")
     arrays, fields = [column], [pa.field(DATA, kind)]
     if stream.spec.content == "json":
-        keys = _json_keys(stream, column)
-        if stream.spec.key is not None and deleted is None:
-            arrays.append(pa.array(keys, pa.binary()))
+        own = pa.array(_json_keys(stream, column), pa.binary())
+        if stream.spec.key is not None:
+            gone = deleted if deleted is not None else pa.repeat(pa.scalar(False), len(column))
+            arrays.append(_keys_of_changes(stream, batch, gone, own))
             fields.append(pa.field("_key", pa.binary()))
     if deleted is not None:
         arrays.append(deleted)
@@ -114,8 +143,11 @@ def _json_keys(stream: Stream, column: pa.Array) -> list[bytes | None]:
     field = stream.spec.key
     for row, text in enumerate(column.to_pylist()):
         try:
-            value = None if text is None else msgspec.json.decode(text)
-            keys.append(None if field is None or value is None else key_bytes(value[field]))
+            if text is None:
+                keys.append(None)
+                continue
+            value = msgspec.json.decode(text)
+            keys.append(None if field is None else key_bytes(value[field]))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RecordError(f"stream {stream.name}: row {row} is not JSON: {error}") from None
         except (KeyError, TypeError, IndexError):
@@ -126,11 +158,13 @@ def _json_keys(stream: Stream, column: pa.Array) -> list[bytes | None]:
     return keys
 
 
-def given_column(stream: Stream, batch: pa.RecordBatch, name: str) -> pa.Array:
+def given_column(
+    stream: Stream, batch: pa.RecordBatch, name: str, headers_bytes_max: int
+) -> pa.Array:
     """An envelope column that the user gives, checked and of the right type."""
     column = batch.column(name)
     if name == "_key":
-        if stream.spec.key is not None and DELETED not in batch.schema.names:
+        if stream.spec.key is not None:
             raise UsageError(
                 f"stream {stream.name} takes its key from the field {stream.spec.key}; "
                 "leave the column _key out"
@@ -142,9 +176,23 @@ def given_column(stream: Stream, batch: pa.RecordBatch, name: str) -> pa.Array:
     column = column.cast(wanted)
     if name == "_headers":
         for row in filter(None, column.to_pylist()):
-            for header, value in row:
-                check_header(header, value)
+            _check_headers(row, headers_bytes_max)
+    if name == "_type" and pc.any(pc.equal(column, "")).as_py():
+        raise RecordError("the column _type holds an empty type: leave it null instead")
     return column
+
+
+def _check_headers(row: list[tuple[str, str]], headers_bytes_max: int) -> None:
+    for header, value in row:
+        check_header(header, value)
+    if len(dict(row)) != len(row):
+        raise RecordError("a row of _headers has a header twice")
+    size = sum(len(header) + len(value) for header, value in row)
+    if size > headers_bytes_max:
+        raise LimitError(
+            f"the headers of a row have {size} bytes; at most {headers_bytes_max} are allowed "
+            "(headers_bytes_max)"
+        )
 
 
 def with_whole_ids(stream: Stream, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -254,8 +254,8 @@ class Composer:
         check_writable_by_user(stream.name)
         batch = one_batch(batch)
         arrays, fields = data_arrays(stream, batch)
-        for name in given_names(batch):
-            column = given_column(stream, batch, name)
+        for name in given_names(stream, batch):
+            column = given_column(stream, batch, name, self._limits.headers_bytes_max)
             arrays.append(column)
             fields.append(pa.field(name, column.type))
         made = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
@@ -400,10 +400,8 @@ def _conformed(stream: Stream, batch: pa.RecordBatch, deleted: bool) -> pa.Recor
     record = stream.record
     assert record is not None  # noqa: S101  only called for typed streams
     schema = arrow_schema(record)
-    if batch.schema.equals(schema):
-        return batch
     if not deleted:
-        return conform(batch, record)
+        return batch if batch.schema.equals(schema) else conform(batch, record)
     arrays = [
         batch.column(field.name)
         if field.name in batch.schema.names

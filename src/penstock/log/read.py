@@ -10,7 +10,7 @@ from typing import TypeVar, cast, overload
 
 import msgspec
 
-from penstock.errors import DamagedError, UsageError
+from penstock.errors import DamagedError, UnknownObjectError, UsageError
 from penstock.log.api import Log, Start
 from penstock.log.batch import Batch
 from penstock.log.compose import check_class_fits
@@ -58,7 +58,13 @@ def read_batches(log: Log, stream: str, options: ReadOptions = ReadOptions()) ->
         if not options.follow:
             return
         log.wait(stream, positions, FOLLOW_WAIT_S)
-        _see_growth(log.stream(stream), positions, options)
+        now = log.stream(stream)
+        if now.id != found.id:
+            raise UnknownObjectError(
+                f"stream {stream} was dropped and created anew while it was followed: read the new "
+                "one from its beginning"
+            )
+        _see_growth(now, positions, options)
 
 
 @overload

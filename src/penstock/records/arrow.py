@@ -252,10 +252,9 @@ def is_alike(given: pa.DataType, wanted: pa.DataType) -> bool:
             given.item_type, wanted.item_type
         )
     if pa.types.is_struct(wanted):
+        known = {field.name: field.type for field in wanted}
         return all(
-            is_alike(given.field(field.name).type, field.type)
-            for field in wanted
-            if given.get_field_index(field.name) >= 0
+            field.name in known and is_alike(field.type, known[field.name]) for field in given
         )
     return True
 
@@ -274,6 +273,8 @@ def check_column(column: pa.Array, type_: Type, path: str) -> None:
         case ListOf(item=item) | SetOf(item=item):
             check_column(column.flatten(), item, f"{path}[]")
         case DictOf(key=key, value=value):
+            if any(len(dict(row)) != len(row) for row in column.to_pylist() if row):
+                raise RecordError(f"the column {path} has a key twice in one row")
             check_column(column.keys, key, f"{path}.keys")
             check_column(column.items, value, f"{path}[]")
         case Schema(fields=fields):

@@ -93,8 +93,12 @@ def key_bytes(key: Key | None) -> bytes | None:
 
 def key_column(column: pa.Array) -> pa.Array:
     """`key_bytes` of a whole column."""
-    if pa.types.is_binary(column.type):
-        return column
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        return column.cast(pa.binary())
+    if pa.types.is_large_string(column.type):
+        column = column.cast(pa.string())
     if pa.types.is_integer(column.type):
         column = column.cast(pa.string())
     if not pa.types.is_string(column.type):

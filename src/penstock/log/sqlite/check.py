@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import apsw
 
-from penstock.errors import DamagedError, ObjectExistsError
+from penstock.errors import DamagedError, LogError, ObjectExistsError
 from penstock.log.api import Damage, Progress
+from penstock.log.names import StreamName
 from penstock.log.objects import Stream
-from penstock.log.sqlite.connection import ReaderPool, many, one, read_blob, translated
-from penstock.log.sqlite.reading import Row, damaged, decode
+from penstock.log.sqlite.connection import ReaderPool, many, one, translated
+from penstock.log.sqlite.objects import Directory
+from penstock.log.sqlite.reading import (
+    Row,
+    WrongBatchError,
+    damaged,
+    decode,
+    read_stored,
+    row_near,
+)
 
 BACKUP_PAGES = 1024
 OFFSET_MAX = 2**63 - 1
@@ -28,8 +38,19 @@ class Verifier:
         self._done = 0
         self._total = 0
 
-    def run(self, streams: list[Stream]) -> Iterator[Damage]:
+    def run(self, directory: Directory) -> Iterator[Damage]:
         yield from self._file()
+        streams: list[Stream] = []
+        with self._pool.lend() as connection:
+            names = [StreamName(*name) for name in many(connection, "stream_names")]
+        for name in names:
+            try:
+                with self._pool.lend() as connection:
+                    found = directory.find(connection, name)
+            except LogError as error:
+                yield Damage(str(error), str(name))
+                continue
+            streams += [found] if found is not None else []
         with self._pool.lend() as connection:
             counted = one(connection, "batch_count")
             self._total = int(counted[0]) if counted else 0
@@ -58,37 +79,53 @@ class Verifier:
         """Follow the offsets from batch to batch, as a reader would; what is new is left out."""
         offset = first
         while offset < next_:
-            row = self._row(stream, partition, offset)
-            if row is None or row.first_offset > offset:
-                end = next_ if row is None else min(row.first_offset, next_)
-                if self._still_wanted(stream, partition, offset):
-                    yield _gap(stream, partition, offset, end - 1)
-                offset = end
-                continue
-            yield from self._batch(stream, partition, row)
-            offset = row.next_offset
+            try:
+                row = self._read(stream, partition, offset)
+            except DamagedError as error:
+                yield Damage(
+                    str(error), str(stream.name), partition, error.first_offset, error.last_offset
+                )
+                offset = error.last_offset + 1
+            else:
+                start = next_ if row is None else min(row.first_offset, next_)
+                if start > offset and self._still_wanted(stream, partition, offset):
+                    yield _gap(stream, partition, offset, start - 1)
+                offset = next_ if row is None else max(row.next_offset, start)
             self._done += 1
             self._progress(self._done, max(self._total, self._done))
         yield from self._beyond(stream, partition)
+
+    def _read(self, stream: Stream, partition: int, offset: int) -> Row | None:
+        """The batch that holds an offset, or the next one, read and checked."""
+        seen: Row | None = None
+        while True:
+            with self._pool.lend() as connection:
+                row = row_near(connection, stream, partition, offset)
+                if row is None:
+                    return None
+                try:
+                    data = read_stored(connection, row)
+                    if data is not None:
+                        decode(stream, partition, row, data)
+                        return row
+                    if row == seen:
+                        raise WrongBatchError("its data is missing")
+                except WrongBatchError as wrong:
+                    raise damaged(connection, stream, partition, row, str(wrong)) from wrong
+            seen = row  # merged between the two steps: it is another row by now
 
     def _beyond(self, stream: Stream, partition: int) -> Iterator[Damage]:
         """Batches past the partition's end: readers would never come to them."""
         with self._pool.lend() as connection:
             last = one(connection, "batch_before", stream.id, partition, OFFSET_MAX)
             bounds = one(connection, "offsets_of_partition", stream.id, partition)
-        if last is not None and bounds is not None and Row(*last).next_offset > bounds[1]:
-            row = Row(*last)
-            why = "the recorded end of the partition is too low"
-            yield _damage(stream, partition, row, str(damaged(stream, partition, row, why)))
-
-    def _row(self, stream: Stream, partition: int, offset: int) -> Row | None:
-        """The batch that holds an offset, or the next one."""
-        place = (stream.id, partition, offset)
-        with self._pool.lend() as connection:
-            found = one(connection, "batch_before", *place)
-            if found is None or Row(*found).next_offset <= offset:
-                found = one(connection, "batches_from", *place, 1)
-        return None if found is None else Row(*found)
+        if last is None or bounds is None:
+            return
+        row = Row(*last)
+        if row.first_offset >= bounds[1]:
+            why = f"offset {row.first_offset} lies past the recorded end, {bounds[1]}"
+            message = f"stream {stream.name}, partition {partition}: {why}"
+            yield Damage(message, str(stream.name), partition, row.first_offset, row.first_offset)
 
     def _still_wanted(self, stream: Stream, partition: int, offset: int) -> bool:
         """Whether an offset should be there: retention or a drop may have taken it meanwhile."""
@@ -96,30 +133,10 @@ class Verifier:
             row = one(connection, "offsets_of_partition", stream.id, partition)
         return row is not None and offset >= row[0]
 
-    def _batch(self, stream: Stream, partition: int, row: Row) -> Iterator[Damage]:
-        try:
-            with self._pool.lend() as connection:
-                data = read_blob(connection, row.blob_id)
-                same = one(connection, "batch_before", stream.id, partition, row.first_offset)
-            if data is not None:
-                decode(stream, partition, row, data)
-            elif same == row:
-                yield _damage(
-                    stream, partition, row, str(damaged(stream, partition, row, "no data"))
-                )
-        except DamagedError as error:
-            yield _damage(stream, partition, row, str(error))
-        except Exception as error:  # whatever SQLite raises is the finding
-            yield _damage(stream, partition, row, str(damaged(stream, partition, row, _why(error))))
-
 
 def _why(error: Exception) -> str:
     """What SQLite itself said."""
     return str(error.__cause__ or error)
-
-
-def _damage(stream: Stream, partition: int, row: Row, message: str) -> Damage:
-    return Damage(message, str(stream.name), partition, row.first_offset, row.next_offset - 1)
 
 
 def _gap(stream: Stream, partition: int, first: int, last: int) -> Damage:
@@ -136,8 +153,7 @@ def back_up(pool: ReaderPool, target: Path, progress: Progress | None) -> None:
     """
     if target.exists():
         raise ObjectExistsError(f"{target} exists already: choose another name, or remove it")
-    partial = target.with_name(target.name + ".partial")
-    partial.unlink(missing_ok=True)
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     try:
         with pool.lend() as reader, translated(target):
             reader.execute("BEGIN")
@@ -147,7 +163,10 @@ def back_up(pool: ReaderPool, target: Path, progress: Progress | None) -> None:
                 _copy_pages(copy, reader, progress)
             reader.execute("ROLLBACK")
         _sync(partial)
-        partial.rename(target)
+        try:
+            target.hardlink_to(partial)
+        except FileExistsError:
+            raise ObjectExistsError(f"{target} was made by somebody else meanwhile") from None
         _sync(target.parent)
     finally:
         partial.unlink(missing_ok=True)

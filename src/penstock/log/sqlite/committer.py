@@ -119,9 +119,10 @@ class _Ticket(Generic[T]):
     Until it is known to have happened, it has not: the error is there from the start.
     """
 
-    def __init__(self, work: Callable[[Write], T], durable: bool) -> None:
+    def __init__(self, work: Callable[[Write], T], durable: bool, deadline: float) -> None:
         self.work = work
         self.durable = durable
+        self.deadline = deadline
         self.done = False
         self.result: T | None = None
         self.error: BaseException | None = None
@@ -162,8 +163,8 @@ class Committer:
         work is not done); `CommitOutcomeUnknownError` when COMMIT itself failed.
         """
         check_process(self._process, self._path)
-        ticket: _Ticket[T] = _Ticket(work, durable)
         deadline = time.monotonic() + timeout_s
+        ticket: _Ticket[T] = _Ticket(work, durable, deadline)
         held = False
         try:
             self._queue.append(ticket)  # type: ignore[arg-type]
@@ -223,8 +224,7 @@ class Committer:
                 write = self._begin(any(ticket.durable for ticket in group), timeout_s)
             except Exception as error:
                 self._roll_back()
-                for ticket in group:
-                    ticket.error = error
+                self._put_back(group, error)
                 return True
             try:
                 results = [self._work(write, ticket) for ticket in group if not ticket.done]
@@ -243,6 +243,16 @@ class Committer:
             self._roll_back()
             raise
         return True
+
+    def _put_back(self, group: list[_Ticket[object]], error: Exception) -> None:
+        """Tell a group that no transaction could be begun; whoever can still wait goes on."""
+        now = time.monotonic()
+        for ticket in reversed(group.copy()):
+            if isinstance(error, LogBusyError) and ticket.deadline > now:
+                group.remove(ticket)
+                self._queue.appendleft(ticket)
+            else:
+                ticket.error = error
 
     def _begin(self, durable: bool, timeout_s: float) -> Write:
         with translated(self._path):

@@ -228,7 +228,11 @@ def _migrate(connection: apsw.Connection, path: Path) -> None:
             f"{path} has format {found}, and this version of Penstock knows only up to {FORMAT}: "
             "upgrade Penstock to open it"
         )
-    connection.execute("PRAGMA journal_mode = WAL").fetchall()
+    if connection.execute("PRAGMA journal_mode = WAL").fetchall() != [("wal",)]:
+        raise errors.LogReadOnlyError(
+            f"{path} cannot be put into WAL mode: its file system must support shared memory "
+            "(network file systems do not)"
+        )
     failpoint("open.created")
     connection.execute("BEGIN IMMEDIATE")
     try:

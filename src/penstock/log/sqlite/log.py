@@ -12,9 +12,10 @@ import apsw
 import msgspec
 
 from penstock.errors import (
+    ClosedError,
     CommitOutcomeUnknownError,
-    FencedError,
     LogError,
+    PenstockError,
     PieceError,
     UsageError,
 )
@@ -260,15 +261,14 @@ class SqliteLog:
         name = (holder.producer, sequence)
         try:
             done = self._until_steady(lambda: self._commit(holder, sequence, commit, options), name)
-        except PieceError:
-            last = self.last_commit(holder.producer)
-            if last is None or last.sequence != sequence:
-                raise
-            return self._repeat(holder, last)
         except CommitOutcomeUnknownError:
             self._uncertain.add(name)
             raise
-        except (LogError, FencedError) as error:
+        except PenstockError as error:
+            last = self.last_commit(holder.producer) if _may_be_over(error) else None
+            if last is not None and last.sequence == sequence:
+                self._uncertain.discard(name)
+                return self._repeat(holder, last, options)
             if name not in self._uncertain:
                 raise
             if not error.retriable:
@@ -279,9 +279,14 @@ class SqliteLog:
         self._uncertain.discard(name)
         return done
 
-    def _repeat(self, holder: Holder, last: Committed) -> Committed:
-        """The outcome of a commit whose pieces are gone because it has happened."""
-        self._submit(lambda write: check_holder(write, holder), durable=False)
+    def _repeat(self, holder: Holder, last: Committed, options: CommitOptions) -> Committed:
+        """The outcome of a commit that has happened, although it could not be prepared again."""
+
+        def work(write: Write) -> None:
+            check_holder(write, holder)
+            write.dirty = True  # so that it is synced, as the first time
+
+        self._submit(work, durable=self._durable([], options))
         return msgspec.structs.replace(last, repeated=True)
 
     def _commit(
@@ -391,7 +396,7 @@ class SqliteLog:
             self.maintain()
 
     def verify(self, progress: Progress | None = None) -> Iterator[Damage]:
-        return Verifier(self._pool, progress).run(self.streams())
+        return Verifier(self._pool, progress).run(self._directory)
 
     def backup(self, target: Path, progress: Progress | None = None) -> None:
         back_up(self._pool, target, progress)
@@ -399,6 +404,7 @@ class SqliteLog:
     def facts(self) -> dict[str, JsonValue]:
         with self._pool.lend() as connection:
             batches = sqlite.one(connection, "batch_count")
+            streams = len(sqlite.many(connection, "stream_names"))
         wal = self._path.with_name(self._path.name + "-wal")
         return {
             "engine": "embedded",
@@ -407,7 +413,7 @@ class SqliteLog:
             "sqlite": apsw.sqlite_lib_version(),
             "bytes": self._path.stat().st_size,
             "wal_bytes": wal.stat().st_size if wal.exists() else 0,
-            "streams": len(self.streams()),
+            "streams": streams,
             "upkeep_error": self._caretaker.last_error,
             "batches": int(batches[0]) if batches else 0,
         }
@@ -421,6 +427,11 @@ class SqliteLog:
 
     def _submit_quietly(self, work: Callable[[Write], int]) -> int:
         return self._submit(work, durable=False)
+
+
+def _may_be_over(error: PenstockError) -> bool:
+    """Errors that a repeated commit meets when its pieces or streams are gone by now."""
+    return isinstance(error, PieceError | UsageError) and not isinstance(error, ClosedError)
 
 
 def _check_call(sequence: int, options: CommitOptions) -> None:

@@ -102,26 +102,24 @@ class Reader:
                 row = self._row_at(connection, stream, partition, offset)
                 if row is None:
                     return None
-                if row == seen:
-                    raise damaged(stream, partition, row, "its data is missing")
-                data = _fetch(connection, stream, partition, row)
-            if data is not None:
-                return decode(stream, partition, row, data)
+                try:
+                    if row == seen:
+                        raise WrongBatchError("its data is missing")
+                    data = read_stored(connection, row)
+                    if data is not None:
+                        return decode(stream, partition, row, data)
+                except WrongBatchError as wrong:
+                    raise damaged(connection, stream, partition, row, str(wrong)) from wrong
             seen = row
         raise UsageError(f"stream {stream.name} changes faster than it can be read")
 
     def _row_at(
         self, connection: apsw.Connection, stream: Stream, partition: int, offset: int
     ) -> Row | None:
-        place = (stream.id, partition)
-        found = one(connection, "batch_before", *place, offset)
-        if found is not None:
-            row = Row(*found)
-            if row.next_offset > offset:
-                return row
-        self._check_still_there(connection, stream, partition, offset)
-        found = one(connection, "batches_from", *place, offset, 1)
-        return Row(*found) if found is not None else None
+        row = row_near(connection, stream, partition, offset)
+        if row is None or row.first_offset > offset:
+            self._check_still_there(connection, stream, partition, offset)
+        return row
 
     def _check_still_there(
         self, connection: apsw.Connection, stream: Stream, partition: int, offset: int
@@ -135,29 +133,52 @@ class Reader:
             )
 
 
-def _fetch(
-    connection: apsw.Connection, stream: Stream, partition: int, row: Row
-) -> pa.Buffer | None:
-    try:
-        return read_blob(connection, row.blob_id)
-    except apsw.CorruptError as error:
-        raise damaged(stream, partition, row, str(error)) from error
+class WrongBatchError(Exception):
+    """A stored batch is not what was written."""
 
 
-def decode(stream: Stream, partition: int, row: Row, data: pa.Buffer) -> Batch:
-    """Check a stored batch and open it; `DamagedError` where it is not what was written."""
+def row_near(
+    connection: apsw.Connection, stream: Stream, partition: int, offset: int
+) -> Row | None:
+    """The index row that holds an offset, or the next one; `DamagedError` if it is not to be
+    believed."""
+    found = one(connection, "batch_before", stream.id, partition, offset)
+    row = None if found is None else checked_row(connection, stream, partition, Row(*found))
+    if row is None or row.next_offset <= offset:
+        found = one(connection, "batches_from", stream.id, partition, offset, 1)
+        row = None if found is None else checked_row(connection, stream, partition, Row(*found))
+    return row
+
+
+def checked_row(connection: apsw.Connection, stream: Stream, partition: int, row: Row) -> Row:
+    """The row, if its seal is right."""
     place = (stream.id, partition, row.first_offset)
     expected = seal(
         place, row.rows, row.blob_id, row.checksum, row.commit_number, row.time_us, row.runs
     )
-    if expected != row.seal or checksum(data) != row.checksum:
-        raise damaged(stream, partition, row, "its checksum does not match")
+    if expected != row.seal:
+        raise damaged(connection, stream, partition, row, "its index entry does not match its seal")
+    return row
+
+
+def read_stored(connection: apsw.Connection, row: Row) -> pa.Buffer | None:
+    """The blob of a row; `None` where there is none."""
+    try:
+        return read_blob(connection, row.blob_id)
+    except apsw.CorruptError as error:
+        raise WrongBatchError(str(error)) from error
+
+
+def decode(stream: Stream, partition: int, row: Row, data: pa.Buffer) -> Batch:
+    """Check a stored batch and open it; `WrongBatchError` where it is not what was written."""
+    if checksum(data) != row.checksum:
+        raise WrongBatchError("its checksum does not match")
     try:
         stored = decode_blob(data)
     except (pa.ArrowException, OSError) as error:
-        raise damaged(stream, partition, row, str(error)) from error
+        raise WrongBatchError(str(error)) from error
     if stored.num_rows != row.rows:
-        raise damaged(stream, partition, row, "it has another number of events than recorded")
+        raise WrongBatchError("it has another number of events than recorded")
     return Batch(stream, partition, row.first_offset, stored, runs_of(row))
 
 
@@ -167,11 +188,17 @@ def runs_of(row: Row) -> list[Run]:
     return _RUNS.decode(row.runs)
 
 
-def damaged(stream: Stream, partition: int, row: Row, why: str) -> DamagedError:
-    last = row.next_offset - 1
+def damaged(
+    connection: apsw.Connection, stream: Stream, partition: int, row: Row, why: str
+) -> DamagedError:
+    """Names the damage. How far it reaches, the next batch says, not the damaged one."""
+    after = one(connection, "batches_from", stream.id, partition, row.first_offset + 1, 1)
+    bounds = one(connection, "offsets_of_partition", stream.id, partition)
+    end = after[0] if after is not None else bounds[1] if bounds is not None else 0
+    last = max(end - 1, row.first_offset)
     return DamagedError(
         f"stream {stream.name}, partition {partition}: offsets {row.first_offset} to {last} are "
-        f"damaged ({why}); everything else can be read: go on at offset {row.next_offset}, and "
+        f"damaged ({why}); everything else can be read: go on at offset {last + 1}, and "
         "restore these from a backup",
         str(stream.name),
         partition,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pyarrow as pa
 
-from penstock.errors import DamagedError
 from penstock.failpoints import failpoint
 from penstock.log.api import Limits, Upkeep
 from penstock.log.batch import Run, checksum, encode_blob
@@ -20,8 +19,8 @@ from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import ReaderPool, many, now_us, read_blob
 from penstock.log.sqlite.objects import load_stream
-from penstock.log.sqlite.reading import Row, decode, runs_of
-from penstock.log.sqlite.writing import insert_batch
+from penstock.log.sqlite.reading import Row, WrongBatchError, decode, runs_of
+from penstock.log.sqlite.writing import insert_batch, seal
 
 TIER = 16
 """Batches are merged when this many of one size lie side by side; the result is the next size."""
@@ -32,7 +31,7 @@ MERGE_BATCHES_MAX = 256
 WINDOW = 4096
 STEP = 64
 FREE_PAGES_STEP = 256
-PRODUCER_KEPT_US = 24 * 3600 * 1_000_000
+PRODUCER_KEPT_US = 7 * 24 * 3600 * 1_000_000
 
 
 class Housekeeper:
@@ -102,12 +101,19 @@ class Housekeeper:
         self._submit(
             lambda write: _changed(write, "merge_looked", left, merged_to, stream_id, partition)
         )
-        return sum(self._merge_run(stream, partition, run) for run in runs_to_merge(rows))
+        merged = sum(self._merge_run(stream, partition, run) for run in runs_to_merge(rows))
+        if not merged and left:
+            # A whole window of batches that do not go together: look further on next time.
+            further = rows[len(rows) // 2].first_offset if rows else merged_to
+            self._submit(
+                lambda write: _changed(write, "merge_looked", left, further, stream_id, partition)
+            )
+        return merged
 
     def _merge_run(self, stream: Stream, partition: int, rows: Sequence[Row]) -> int:
         try:
             built = self._build(stream, partition, rows)
-        except DamagedError:
+        except WrongBatchError:
             return 0  # left as it is: verify and readers report it
         if built is None:
             return 0
@@ -131,6 +137,10 @@ class Housekeeper:
                 data = read_blob(connection, row.blob_id)
             if data is None:
                 return None  # somebody else was here
+            place = (stream.id, partition, row.first_offset)
+            values = (row.rows, row.blob_id, row.checksum, row.commit_number, row.time_us, row.runs)
+            if seal(place, *values) != row.seal:
+                raise WrongBatchError("its index entry does not match its seal")
             batch = decode(stream, partition, row, data).explicit()
             size += batch.nbytes
             if size > self._limits.batch_bytes_max:
@@ -176,7 +186,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def _is_large(row: Row) -> bool:
-    return row.rows >= MERGE_ROWS_MAX or row.size >= MERGE_BYTES_MAX
+    return row.rows >= TIERS[-1] or row.size >= MERGE_BYTES_MAX
 
 
 def runs_to_merge(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

@@ -246,7 +246,9 @@ def write_commit(
     """
     latest, outcome = check_holder(write, holder)
     if latest is not None and sequence <= latest:
-        return _repeated(holder, sequence, latest, outcome)
+        first = _repeated(holder, sequence, latest, outcome)
+        write.dirty = True  # so that it is synced, whoever wrote it, before it is said again
+        return first
     _check_streams(write, (item.stream for item in prepared))
     _check_pieces(write, holder, sequence, prepared)
     number = write.next_commit()

@@ -335,3 +335,24 @@ class Commits(OnEngine):
             assert not future.cancel()
             assert future.result().offset == 0
             assert producer.send("s", Order("a", 2)).result().offset == 1
+
+    def test_the_latest_commit_can_be_repeated_after_its_stream_is_gone(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        part = make_part(log, "s", [1])
+        first = log.commit(holder, 3, Commit(parts=[part]))
+        log.apply([DropStream("s")])
+        wanted = msgspec.structs.replace(first, repeated=True)
+        assert log.commit(holder, 3, Commit(parts=[part])) == wanted
+        with pytest.raises(UnknownObjectError):
+            log.commit(holder, 4, Commit(parts=[part]))
+
+    def test_records_mappings_and_deletes_share_a_commit(self, log: Log) -> None:
+        create(log, "t", table=True)
+        with Transaction(log, "p") as tx:
+            tx.send("t", Order("a", 1))
+            tx.send("t", {"user": "b", "amount": 2})
+            tx.send("t", None, key="a")
+        assert [(e.key, e.data) for e in orders(log, "t")] == [
+            (b"a", Order("a", 1)), (b"b", Order("b", 2)), (b"a", None),
+        ]  # fmt: skip

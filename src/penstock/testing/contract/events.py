@@ -41,6 +41,10 @@ from penstock.testing.contract.setting import (
 )
 
 
+class Counts(Record):
+    counts: dict[str, int]
+
+
 class Inner(Record):
     a: int
 
@@ -391,3 +395,39 @@ class Events(OnEngine):
         assert log.maintain().batches_merged > 0
         inner = [event.data.inner for event in read_events(log, "s", Plain2)]
         assert inner == [*(Inner2(n, "precious") for n in range(20)), Inner2(1, None)]
+
+    def test_columns_that_could_not_be_read_again_are_refused(self, log: Log) -> None:
+        log.apply([CreateStream(declare("m", Counts)), CreateStream(declare("j"))])
+        create(log, "s")
+        create(log, "t", table=True)
+        broken = pa.Array.from_buffers(
+            pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
+        )
+        twice = pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))
+        headers = pa.array([[("a", "1"), ("a", "2")]], pa.map_(pa.string(), pa.string()))
+        one = {"user": ["u"], "amount": [1]}
+        with Transaction(log, "p") as tx:
+            for stream, columns in (
+                ("s", {"user": broken, "amount": [1]}),
+                ("j", {"data": broken}),
+                ("m", {"counts": twice}),
+                ("s", {**one, "_headers": headers}),
+                ("s", {**one, "_type": [""]}),
+                ("s", {**one, "_time": pa.array([0], pa.timestamp("us"))}),
+                ("t", {**one, "_key": ["other"], "_deleted": [False]}),
+            ):
+                with pytest.raises(UsageError):
+                    tx.append(stream, pa.table(columns))
+        for stream in ("s", "j", "m", "t"):
+            assert list(read_events(log, stream)) == []
+
+    def test_the_key_column_is_for_deleted_entries(self, log: Log) -> None:
+        create(log, "t", table=True)
+        with Transaction(log, "p") as tx:
+            tx.append("t", pa.table({"user": ["a", "b"], "amount": [1, 2]}))
+            changes = {
+                "user": pa.array([None, "c"]), "amount": pa.array([None, 3], pa.int64()),
+                "_key": ["a", None], "_deleted": [True, False],
+            }  # fmt: skip
+            tx.append("t", pa.table(changes))
+        assert dict(Table(log, "t", Order).items()) == {b"b": Order("b", 2), b"c": Order("c", 3)}

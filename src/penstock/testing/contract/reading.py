@@ -8,9 +8,12 @@ import threading
 from collections import Counter
 
 import pyarrow as pa
+import pytest
 
+from penstock.errors import UnknownObjectError
 from penstock.log.api import Log
 from penstock.log.objects import (
+    DropStream,
     GrowStream,
 )
 from penstock.log.read import read_batches
@@ -173,3 +176,15 @@ class Reading(OnEngine):
         batch = next(log.read("s", 0, 25, 27))
         assert batch.commit == done[25].commit
         assert batch.commit_of(26).commit == done[26].commit
+
+    def test_a_follower_hears_that_its_stream_is_another_one(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        commit_as(log, holder, 0, "s", range(5))
+        events = orders(log, "s", follow=True)
+        assert [next(events).data.amount for _ in range(5)] == list(range(5))
+        log.apply([DropStream("s")])
+        create(log, "s")
+        commit_as(log, holder, 1, "s", range(7))
+        with pytest.raises(UnknownObjectError, match="created anew"):
+            next(events)
