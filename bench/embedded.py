@@ -46,8 +46,8 @@ def typed_rows(rows: int = ROWS, seed: int = 1) -> pa.RecordBatch:
     )
 
 
-def new_log(path: Path, **settings: object) -> Log:
-    log = penstock.open(path)
+def new_log(path: Path, upkeep: bool = True, **settings: object) -> Log:
+    log = penstock.open(path, upkeep_interval_ms=2000 if upkeep else 0)
     spec = penstock.declare("orders", Order, key="user", time="at", content=None, **settings)
     log.apply([penstock.CreateStream(spec)])
     return log
@@ -248,14 +248,14 @@ def growth(folder: Path, quick: bool) -> list[Result]:
     base = 20 if quick else 200
     order = Order("user-1", "item-1", 1.0, dt.datetime.now(dt.UTC))
     costs: dict[str, list[float]] = {"append": [], "read": []}
-    with new_log(folder / "log.db") as log:
+    with new_log(folder / "log.db", upkeep=False) as log:
         stored = 0
         for target in (base, base * 100):
             fill(log, target - stored)
             stored = target
             log.maintain()
-            costs["append"].append(median_of(21, lambda: one_by_one(log, order, 100)) / 100)
             costs["read"].append(median_of(21, lambda: read_spots(log, 100)) / 100)
+            costs["append"].append(median_of(21, lambda: one_by_one(log, order, 100)) / 100)
     return [
         Result(
             what=f"cost of one {what}, 100 times the stored data",
@@ -270,7 +270,7 @@ def growth(folder: Path, quick: bool) -> list[Result]:
 
 def fill(log: Log, batches: int) -> None:
     """Batches too large to be merged, so that their number stays."""
-    data = typed_rows(20_000)
+    data = typed_rows(5_000)
     options = penstock.ProducerOptions(batch_rows_max=1)
     with penstock.Producer(log, options) as producer:
         for _ in range(batches):
