@@ -323,6 +323,7 @@ def test_bit_flips_over_a_stored_batch_are_found(path: Path) -> None:
             assert [event.data.amount for event in rest] == good, f"seed {seed}"
             assert len(told) == 1
             assert [e.data.amount for e in orders(log, "other")] == [7]
+            log.maintain()
             found = [d for d in log.verify() if d.stream]
             assert [(d.stream, d.first_offset, d.last_offset) for d in found] == [("s", 200, 399)]
 
@@ -354,6 +355,25 @@ def test_a_damaged_index_row_is_found(path: Path, change: str) -> None:
         assert len(told) == 1
         with pytest.raises(DamagedError):
             list(log.read("s", 0, 15))
+
+
+def test_upkeep_goes_on_beside_damage(path: Path) -> None:
+    """A damaged batch is left alone; what can be merged is, and the damage stays findable."""
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        create(log, "other")
+        holder = log.hold("p")
+        for n in range(40):
+            commit_as(log, holder, 2 * n, "s", [n])
+            commit_as(log, holder, 2 * n + 1, "other", [n])
+        with contextlib.closing(connect(path)) as connection:
+            connection.execute(
+                "UPDATE blobs SET data = x'00' WHERE id = (SELECT max(blob_id) FROM batches "
+                "WHERE first_offset = 20 AND stream_id = ?)", (log.stream("s").id,)
+            )  # fmt: skip
+        assert log.maintain().batches_merged > 0
+        assert [e.data.amount for e in orders(log, "other")] == list(range(40))
+        assert [d.first_offset for d in log.verify() if d.stream == "s"] == [20]
 
 
 def test_damage_anywhere_never_gives_wrong_data(path: Path, seed: int) -> None:

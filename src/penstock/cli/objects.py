@@ -336,7 +336,7 @@ def apply(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Make the log what a catalogue file says: applies the plan as one, and shows it.
+    """Make the log what a catalogue file says: shows the plan, then applies it as one.
 
     Applied again, it does nothing.
     """
@@ -348,9 +348,10 @@ def apply(
 
     def carry_out(opened: Log) -> list[Step]:
         plan = make_plan(opened, catalogue)
+        if opened.url == str(log_path(log_url(context, log))):  # not at the rehearsal
+            _show_plan(plan, json)
         destructive = [step.description for step in plan if step.destructive]
         if destructive and not allow_destructive:
-            _show_plan(plan, json)
             raise DestructiveChangeError(
                 f"{file} would {'; '.join(destructive)}. Nothing was changed: say "
                 "--allow-destructive if that is what you want"
@@ -359,7 +360,6 @@ def apply(
         return plan
 
     plan = change_log(context, log, log_option, carry_out)
-    _show_plan(plan, json)
     if json:
         say_json({"applied": len(plan)})
     elif plan:

@@ -17,9 +17,9 @@ from penstock.log.api import Limits, Upkeep
 from penstock.log.batch import Run, checksum, encode_blob
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import ReaderPool, many, now_us, read_blob
+from penstock.log.sqlite.connection import ReaderPool, many, now_us
 from penstock.log.sqlite.objects import load_stream
-from penstock.log.sqlite.reading import Row, WrongBatchError, decode, runs_of
+from penstock.log.sqlite.reading import Row, WrongBatchError, decode, read_stored, runs_of
 from penstock.log.sqlite.writing import insert_batch, seal
 
 TIER = 16
@@ -134,7 +134,7 @@ class Housekeeper:
         size = 0
         for row in rows:
             with self._pool.lend() as connection:
-                data = read_blob(connection, row.blob_id)
+                data = read_stored(connection, row)
             if data is None:
                 return None  # somebody else was here
             place = (stream.id, partition, row.first_offset)
