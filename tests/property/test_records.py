@@ -63,7 +63,7 @@ names = st.text(string.ascii_lowercase, min_size=1, max_size=6).filter(
 choices = st.one_of(
     st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=4, unique=True),
     st.lists(st.integers(-5, 5), min_size=1, max_size=4, unique=True),
-).map(lambda values: Choice(tuple(values)))
+).map(lambda values: Choice(tuple(sorted(values))))
 digits = st.integers(1, 38).flatmap(
     lambda precision: st.integers(0, precision).map(lambda scale: Digits(precision, scale))
 )

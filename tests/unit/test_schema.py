@@ -52,7 +52,7 @@ def test_enums_literals_and_nested_records_survive() -> None:
     assert isinstance(back, Person)
     assert back.colour is Colour.RED
     assert back.level is Level.HIGH
-    assert schema_of(Person).field("colour").type == Choice(("red", "blue"))  # type: ignore[union-attr]
+    assert schema_of(Person).field("colour").type == Choice(("blue", "red"))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,11 @@ def test_columns_are_checked_like_records(column: dict[str, pa.Array], match: st
     else:
         with pytest.raises(RecordError, match=match):
             conform(given, schema_of(Person))
+
+
+def test_the_order_of_choices_does_not_matter() -> None:
+    one, other = (parse_type(text, {}) for text in ("Literal['b', 'a']", "Literal['a', 'b']"))
+    assert one == other == Choice(("a", "b"))
 
 
 def test_evolution_reaches_into_nested_records() -> None:

@@ -57,7 +57,10 @@ class Scalar(msgspec.Struct, frozen=True, tag="scalar"):
 
 
 class Choice(msgspec.Struct, frozen=True, tag="choice"):
-    """One of a few strings or integers: an `Enum` or a `Literal`."""
+    """One of a few strings or integers: an `Enum` or a `Literal`.
+
+    In order of value, since writing them in another order is no change.
+    """
 
     values: tuple[str | int, ...]
 
@@ -243,10 +246,10 @@ def _element(type_: Type, where: str) -> Type:
 
 def _choice(values: list[object], where: str) -> Choice:
     if values and all(isinstance(v, str) for v in values):
-        return Choice(tuple(typing.cast(list[str], values)))
+        return Choice(tuple(sorted(typing.cast(list[str], values))))
     whole = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
     if values and whole:
-        return Choice(tuple(typing.cast(list[int], values)))
+        return Choice(tuple(sorted(typing.cast(list[int], values))))
     raise RecordError(f"{where}: the values of an Enum or Literal must be all str or all int")
 
 
