@@ -251,6 +251,37 @@ def test_an_interrupt_harms_nobody_else(path: Path) -> None:
             commit_as(other, other.hold("q"), 0, "s", [2])
 
 
+def test_work_that_fails_half_way_harms_nobody_else(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        committer = log._committer  # type: ignore[attr-defined]
+        outcomes: list[object] = []
+
+        def good(write: Write) -> str:
+            write.run("save_progress", "good", b"v")
+            return "done"
+
+        def bad(write: Write) -> None:
+            write.run("save_progress", "bad", b"v")
+            raise RuntimeError("half-way")
+
+        def submit(work: object) -> None:
+            try:
+                outcomes.append(committer.submit(work, durable=True, timeout_s=30))
+            except RuntimeError as error:
+                outcomes.append(str(error))
+
+        with committer._lock:
+            threads = [threading.Thread(target=submit, args=(work,)) for work in (bad, good)]
+            for thread in threads:
+                thread.start()
+            while len(committer._queue) < 2:
+                threads[0].join(0.001)
+        for thread in threads:
+            thread.join(30)
+        assert sorted(map(str, outcomes)) == ["done", "half-way"]
+        assert log.progress_items("") == {"good": b"v"}
+
+
 def test_a_pin_holds_although_the_clock_jumps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time_ns()
     with open_log(path, upkeep_interval_ms=0) as log:
