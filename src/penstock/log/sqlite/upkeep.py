@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pyarrow as pa
 
+from penstock.errors import DamagedError
 from penstock.failpoints import failpoint
 from penstock.log.api import Limits, Upkeep
 from penstock.log.batch import Run, checksum, encode_blob
@@ -19,8 +20,15 @@ from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import ReaderPool, many, now_us
 from penstock.log.sqlite.objects import load_stream
-from penstock.log.sqlite.reading import Row, WrongBatchError, decode, read_stored, runs_of
-from penstock.log.sqlite.writing import insert_batch, seal
+from penstock.log.sqlite.reading import (
+    Row,
+    WrongBatchError,
+    checked_row,
+    decode,
+    read_stored,
+    runs_of,
+)
+from penstock.log.sqlite.writing import insert_batch
 
 TIER = 16
 """Batches are merged when this many of one size lie side by side; the result is the next size."""
@@ -113,7 +121,7 @@ class Housekeeper:
     def _merge_run(self, stream: Stream, partition: int, rows: Sequence[Row]) -> int:
         try:
             built = self._build(stream, partition, rows)
-        except WrongBatchError:
+        except (WrongBatchError, DamagedError):
             return 0  # left as it is: verify and readers report it
         if built is None:
             return 0
@@ -134,13 +142,10 @@ class Housekeeper:
         size = 0
         for row in rows:
             with self._pool.lend() as connection:
+                checked_row(connection, stream, partition, row)
                 data = read_stored(connection, row)
             if data is None:
                 return None  # somebody else was here
-            place = (stream.id, partition, row.first_offset)
-            values = (row.rows, row.blob_id, row.checksum, row.commit_number, row.time_us, row.runs)
-            if seal(place, *values) != row.seal:
-                raise WrongBatchError("its index entry does not match its seal")
             batch = decode(stream, partition, row, data).explicit()
             size += batch.nbytes
             if size > self._limits.batch_bytes_max:
