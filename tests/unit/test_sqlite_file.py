@@ -306,40 +306,40 @@ def test_a_forgotten_directory_or_name_makes_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_commit_waits_as_long_as_it_said(path: Path) -> None:
-    """A hasty commit that leads the group does not make the patient ones give up."""
+@pytest.mark.parametrize("leader", ["hasty", "patient"])
+def test_each_commit_waits_as_long_as_it_said(path: Path, leader: str) -> None:
+    """Whoever leads the group: a hasty commit knows that it did not happen, a patient one waits."""
     with (
         open_log(path, upkeep_interval_ms=0) as log,
         contextlib.closing(sqlite.connect(path)) as other,
     ):
         create(log, "s")
-        holders = [log.hold(name) for name in ("hasty", "patient")]
-        parts = [make_part(log, "s", [n]) for n in range(2)]
+        holders = {name: log.hold(name) for name in ("hasty", "patient")}
+        parts = {name: make_part(log, "s", [n]) for n, name in enumerate(holders)}
         outcomes: dict[str, str] = {}
 
-        def commit(index: int, timeout_ms: int) -> None:
-            options = CommitOptions(timeout_ms=timeout_ms)
+        def commit(name: str) -> None:
+            options = CommitOptions(timeout_ms=300 if name == "hasty" else 30_000)
             try:
-                log.commit(holders[index], 0, Commit(parts=[parts[index]]), options)
-                outcomes[holders[index].producer] = "committed"
+                log.commit(holders[name], 0, Commit(parts=[parts[name]]), options)
+                outcomes[name] = "committed"
             except LogBusyError:
-                outcomes[holders[index].producer] = "busy"
+                outcomes[name] = "busy"
 
+        threads = {name: threading.Thread(target=commit, args=(name,)) for name in holders}
+        follower = "patient" if leader == "hasty" else "hasty"
         committer = log._committer  # type: ignore[attr-defined]
         other.execute("BEGIN IMMEDIATE")
-        with committer._lock:
-            threads = [
-                threading.Thread(target=commit, args=arguments)
-                for arguments in ((0, 300), (1, 30_000))
-            ]
-            for thread in threads:
-                thread.start()
-            while len(committer._queue) < 2:
-                threads[0].join(0.001)
-        threads[0].join(30)
+        threads[leader].start()
+        while not committer._lock.locked():
+            threads[leader].join(0.001)
+        threads[follower].start()
+        threads["hasty"].join(30)
         other.execute("ROLLBACK")
-        threads[1].join(30)
+        threads["patient"].join(30)
         assert outcomes == {"hasty": "busy", "patient": "committed"}
+        commit("hasty")
+        assert [event.data.amount for event in orders(log, "s")] == [1, 0]
 
 
 def test_two_backups_to_one_target_do_not_mix(path: Path, tmp_path: Path) -> None:

@@ -199,60 +199,69 @@ class Committer:
             )
 
     def _commit_waiting(self, timeout_s: float) -> None:
+        """Commit what waits, as one group; the leader's own wait for the file binds nobody else.
+
+        So nothing is taken off the queue before a transaction is open: whoever gives up while
+        the leader waits takes its ticket back, and knows that nothing happened.
+        """
+        durable = any(ticket.durable for ticket in self._queue.copy())
+        write = self._begin(durable, timeout_s)
         group: list[_Ticket[object]] = []
         try:
-            while self._queue and len(group) < GROUP_MAX:
-                group.append(self._queue[0])
-                self._queue.popleft()
-            if not self._run(group, timeout_s):
+            self._take(group, durable)
+            if not self._run(write, group):
                 for ticket in group:
                     ticket.reset()
                 for ticket in group:
-                    self._run([ticket], timeout_s)
+                    self._run_alone(ticket, timeout_s)
+        except BaseException:
+            self._roll_back()
+            raise
         finally:
             for ticket in group:
                 ticket.done = True
             self._on_commit()
 
-    def _run(self, group: list[_Ticket[object]], timeout_s: float) -> bool:
-        """Run a group in one transaction; False where its members must be run one by one.
+    def _take(self, group: list[_Ticket[object]], durable: bool) -> None:
+        """Move waiting tickets into the group, none of them more careful than its transaction.
 
-        Whatever ends it early, an interrupt included, no transaction stays open.
+        A ticket is in the group before it leaves the queue, so that an interrupt loses none.
         """
-        try:
+        while len(group) < GROUP_MAX:
             try:
-                write = self._begin(any(ticket.durable for ticket in group), timeout_s)
-            except Exception as error:
-                self._roll_back()
-                self._put_back(group, error)
-                return True
-            try:
-                results = [self._work(write, ticket) for ticket in group if not ticket.done]
-                if write.dirty:
-                    write.finish()
-                    failpoint("commit.producer")
-            except Exception as error:
-                self._roll_back()
-                if len(group) > 1:
-                    return False
-                known = translate(error, self._path) if isinstance(error, apsw.Error) else error
-                group[0].error = known
-                return True
-            self._commit(write, [ticket for ticket in results if ticket is not None])
-        except BaseException:
-            self._roll_back()
-            raise
-        return True
+                ticket = self._queue[0]
+            except IndexError:
+                return
+            if ticket.durable and not durable:
+                return
+            group.append(ticket)
+            if not self._withdraw(ticket):
+                group.pop()
 
-    def _put_back(self, group: list[_Ticket[object]], error: Exception) -> None:
-        """Tell a group that no transaction could be begun; whoever can still wait goes on."""
-        now = time.monotonic()
-        for ticket in reversed(group.copy()):
-            if isinstance(error, LogBusyError) and ticket.deadline > now:
-                group.remove(ticket)
-                self._queue.appendleft(ticket)
-            else:
-                ticket.error = error
+    def _run_alone(self, ticket: _Ticket[object], timeout_s: float) -> None:
+        try:
+            write = self._begin(ticket.durable, timeout_s)
+        except Exception as error:
+            ticket.error = error
+        else:
+            self._run(write, [ticket])
+
+    def _run(self, write: Write, group: list[_Ticket[object]]) -> bool:
+        """Run a group in its transaction; False where its members must be run one by one."""
+        try:
+            results = [self._work(write, ticket) for ticket in group if not ticket.done]
+            if write.dirty:
+                write.finish()
+                failpoint("commit.producer")
+        except Exception as error:
+            self._roll_back()
+            if len(group) > 1:
+                return False
+            known = translate(error, self._path) if isinstance(error, apsw.Error) else error
+            group[0].error = known
+            return True
+        self._commit(write, [ticket for ticket in results if ticket is not None])
+        return True
 
     def _begin(self, durable: bool, timeout_s: float) -> Write:
         with translated(self._path):
@@ -264,9 +273,13 @@ class Committer:
                 connection.execute(f"PRAGMA synchronous = {level}").fetchall()
                 self._durable = durable
             connection.set_busy_timeout(int(timeout_s * 1000))
-            connection.execute("BEGIN IMMEDIATE")
-            write = Write(connection)
-            failpoint("commit.begun")
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                write = Write(connection)
+                failpoint("commit.begun")
+            except BaseException:
+                self._roll_back()
+                raise
             return write
 
     def _writer(self) -> apsw.Connection:
