@@ -85,6 +85,24 @@ class ClosedError(UsageError):
     code = "closed"
 
 
+class AppError(UsageError):
+    """An app is declared wrongly; the message names the file and line."""
+
+    code = "bad_app"
+
+
+class PlanChangedError(UsageError):
+    """What runs now does not fit what ran before: its state or its checkpoint."""
+
+    code = "plan_changed"
+
+
+class QueryFailedError(PenstockError):
+    """A query of an app failed, and was given up after its last try."""
+
+    code = "query_failed"
+
+
 class FencedError(PenstockError):
     """Another holder has opened this producer; this one may write no more."""
 

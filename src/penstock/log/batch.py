@@ -29,6 +29,7 @@ from penstock.records.event import (
     JsonValue,
     counting,
     envelope,
+    ids_of,
     keys_of,
     numbered,
     slice_stamped,
@@ -124,6 +125,14 @@ class Batch:
         first = bisect_right(self.runs, start, key=lambda run: run.offset) - 1
         return Batch(self.stream, self.partition, start, stored, self.runs[first:])
 
+    def keys(self) -> pa.Array:
+        """The keys of the events."""
+        return keys_of(self._stored)
+
+    def ids(self) -> pa.Array:
+        """The ids of the events."""
+        return ids_of(self._stored)
+
     def data(self) -> pa.RecordBatch:
         """The record's columns as stored, brought to the stream's present record."""
         record = self.stream.record
@@ -203,7 +212,7 @@ class Batch:
     ) -> Iterator[Event[object]]:
         made = envelope(self._stored, GIVEN)
         columns = [made[name].to_pylist(maps_as_pydicts="strict") for name in GIVEN]
-        rows = zip(offsets, self._values(record), *columns, strict=True)
+        rows = zip(offsets, self.values(record), *columns, strict=True)
         name = str(self.stream.name)
         for offset, value, key, time, id_, type_, source, headers in rows:
             yield Event(
@@ -211,7 +220,8 @@ class Batch:
                 headers=headers or {}, stream=name, partition=self.partition, offset=offset,
             )  # fmt: skip
 
-    def _values(self, record: type[Record] | None) -> list[object]:
+    def values(self, record: type[Record] | None = None) -> list[object]:
+        """The data of the events: records (of this class, if given), JSON or bytes."""
         data = self.data()
         schema = self.stream.record
         if schema is None:

@@ -21,6 +21,7 @@ from penstock.records.schema import Maybe, Record, Scalar, Schema, Type, schema_
 Acks = Literal["write", "majority", "all"]
 Ids = Literal["log", "producer"]
 Content = Literal["record", "json", "bytes"]
+Entries = Literal["value", "set", "list"]
 ACKS_ORDER: dict[Acks, int] = {"write": 0, "majority": 1, "all": 2}
 
 
@@ -36,8 +37,9 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `record` is the schema of its data; without one it holds JSON, or bytes if `content` says
     so. `key` and `time` name the field that is the event's key and time. `retention_bytes`
-    counts per partition. `replication` means something on Kafka only. `origin` is the
-    catalogue file that declared it.
+    counts per partition. `replication` means something on Kafka only. `entries` says what a
+    table's changelog tells: a whole value, or what was done to a set or a list; see
+    `penstock.log.collections`. `origin` is the file that declared it.
     """
 
     name: str
@@ -52,6 +54,7 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
     ids: Ids = "log"
     acks: Acks = "majority"
     table: bool = False
+    entries: Entries = "value"
     origin: str = ""
 
 
@@ -199,7 +202,16 @@ def check_spec(spec: StreamSpec, partitions_max: int) -> StreamName:
             raise UsageError(f"stream {name}: {setting} is {value}; it must be positive")
     _check_key(spec, name)
     _check_time(spec, name)
+    if spec.entries != "value" and not (spec.table and _tells_actions(spec.record)):
+        raise UsageError(
+            f"stream {name}: entries={spec.entries!r} needs a table whose record has the fields "
+            "action, value and values: declare it with penstock.app, or leave entries out"
+        )
     return name
+
+
+def _tells_actions(record: Schema | None) -> bool:
+    return record is not None and [f.name for f in record.fields] == ["action", "value", "values"]
 
 
 def _check_record(record: Schema) -> None:
@@ -260,7 +272,9 @@ def _field_type(spec: StreamSpec, name: StreamName, wanted: str, role: str) -> T
 
 def check_alter(stream: Stream, spec: StreamSpec) -> None:
     """Raise unless the stream may become what `spec` says; partitions may only grow."""
-    fixed = [s for s in ("content", "key", "ids", "table") if _differs(stream.spec, spec, s)]
+    fixed = [
+        s for s in ("content", "key", "ids", "table", "entries") if _differs(stream.spec, spec, s)
+    ]
     if fixed:
         old, new = getattr(stream.spec, fixed[0]), getattr(spec, fixed[0])
         raise EvolutionError(

@@ -14,9 +14,10 @@ import pyarrow as pa
 
 from penstock.errors import UsageError
 from penstock.log.api import Entry, Log, Pin
+from penstock.log.collections import Collections
 from penstock.log.objects import Stream
 from penstock.records.arrow import codec_of, codec_of_schema
-from penstock.records.event import DATA, DELETED, Key, data_columns, key_bytes, keys_of
+from penstock.records.event import DATA, DELETED, ENTRY, Key, data_columns, key_bytes, keys_of
 from penstock.records.schema import Record
 
 T = TypeVar("T")
@@ -44,7 +45,9 @@ def entry_changes(stream: Stream, batch: pa.RecordBatch) -> list[Change]:
 def _packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
     plain = data_columns(batch)
     values: list[bytes | None]
-    if stream.record is None:
+    if ENTRY in batch.schema.names:
+        values = batch.column(ENTRY).to_pylist()
+    elif stream.record is None:
         texts = plain.column(DATA).to_pylist()
         values = [text.encode() if isinstance(text, str) else text for text in texts]
     else:
@@ -58,6 +61,8 @@ def _packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
 
 def unpacker(stream: Stream, record: type[Record] | None = None) -> Callable[[bytes], object]:
     """What turns a packed value of the stream's table back into a record, JSON or bytes."""
+    if stream.spec.entries != "value":
+        return Collections.of(stream).unpack
     if stream.record is not None:
         return (codec_of(record) if record else codec_of_schema(stream.record)).unpack
     return msgspec.json.decode if stream.spec.content == "json" else bytes
@@ -67,7 +72,7 @@ class Table(Generic[T]):
     """Reads a table: `Table(log, "customers", Customer).get("ada")`.
 
     Without a record class, values are what the stream holds: records made from its schema,
-    JSON or bytes.
+    JSON, bytes, or the sets and lists of an app.
     """
 
     def __init__(self, log: Log, stream: str, record: type[T] | None = None) -> None:

@@ -80,6 +80,48 @@ def arrow_schema(schema: Schema) -> pa.Schema:
     return pa.schema([_arrow_field(field.name, field.type) for field in schema.fields])
 
 
+def schema_of_arrow(name: str, columns: pa.Schema) -> Schema:
+    """The record that holds such columns: the inverse of `arrow_schema`, as far as there is one.
+
+    Raises `RecordError` naming the column whose type no record has.
+    """
+    fields = [Field(column.name, _type_of(column, column.name)) for column in columns]
+    return Schema(name, tuple(fields))
+
+
+def _type_of(column: pa.Field, path: str) -> Type:
+    found = _type_of_arrow(column.type, path)
+    return Maybe(found) if column.nullable else found
+
+
+def _type_of_arrow(kind: pa.DataType, path: str) -> Type:  # noqa: C901  one case per type
+    types_ = pa.types
+    if types_.is_integer(kind):
+        return Scalar("int")
+    if types_.is_floating(kind):
+        return Scalar("float")
+    if types_.is_string(kind) or types_.is_large_string(kind):
+        return Scalar("str")
+    if types_.is_binary(kind) or types_.is_large_binary(kind):
+        return Scalar("bytes")
+    if types_.is_timestamp(kind):
+        return Scalar("naive_datetime" if kind.tz is None else "datetime")
+    if types_.is_decimal128(kind):
+        return Digits(kind.precision, kind.scale)
+    if types_.is_list(kind) or types_.is_large_list(kind):
+        return ListOf(_type_of(kind.value_field, f"{path}[]"))
+    if types_.is_map(kind):
+        value = _type_of(kind.item_field, f"{path}[]")
+        return DictOf(_type_of_arrow(kind.key_type, f"{path} (its keys)"), value)
+    if types_.is_struct(kind):
+        fields = [Field(f.name, _type_of(f, f"{path}.{f.name}")) for f in kind]
+        name = path.rpartition(".")[2].removesuffix("[]").title().replace("_", "")
+        return Schema(name if name.isidentifier() else "Struct", tuple(fields))
+    if types_.is_boolean(kind) or types_.is_date32(kind):
+        return Scalar("bool" if types_.is_boolean(kind) else "date")
+    raise RecordError(f"the column {path} is {kind}, which no record's field can be: cast it")
+
+
 class RecordCodec:
     """Turns records of one class into columns and back.
 

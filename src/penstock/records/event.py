@@ -28,6 +28,8 @@ T_co = TypeVar("T_co", covariant=True)
 STAMP = b"penstock.stamp"
 DATA = "data"
 DELETED = "_deleted"
+#: the packed value that a table's entry has after a change, where the change does not hold it
+ENTRY = "_entry"
 #: a row's number in the batch that its ids count from, where rows were taken out of it
 NUMBER = "_n"
 ENVELOPE = pa.schema(

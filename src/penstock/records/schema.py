@@ -153,6 +153,11 @@ def schema_of(record: type[Record]) -> Schema:
     return _read_class(record, ())
 
 
+def type_of(hint: object, where: str) -> Type:
+    """The type that an annotation means; `RecordError` names `where` if no field can be it."""
+    return _read(hint, where, ())
+
+
 def _read_class(record: type[msgspec.Struct], outer: tuple[type, ...]) -> Schema:
     if record in outer:
         raise RecordError(
@@ -166,6 +171,7 @@ def _read_class(record: type[msgspec.Struct], outer: tuple[type, ...]) -> Schema
             f"{record.__name__}: {error}; a record's types must be known where it is declared: "
             "declare them at the top of the module"
         ) from None
+    _settle(record, hints)
     fields = []
     for info in msgspec.structs.fields(record):
         where = f"{record.__name__}.{info.name}"
@@ -174,6 +180,15 @@ def _read_class(record: type[msgspec.Struct], outer: tuple[type, ...]) -> Schema
     if not fields:
         raise RecordError(f"{record.__name__} has no fields: declare at least one")
     return Schema(record.__name__, tuple(fields))
+
+
+def _settle(record: type[msgspec.Struct], hints: dict[str, object]) -> None:
+    """Keep the types that annotations name, so that a class that Spark takes to another process
+    without its module still has them."""
+    for part in record.__mro__:
+        own = inspect.get_annotations(part)
+        if own and part is not Record:
+            part.__annotations__ = {name: hints.get(name, hint) for name, hint in own.items()}
 
 
 def _check_config(record: type[msgspec.Struct]) -> None:

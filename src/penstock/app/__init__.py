@@ -1,0 +1,25 @@
+"""Apps: streams, tables, agents, windows and joins, declared without Spark."""
+
+from penstock.app.app import App
+from penstock.app.context import Context, TableView
+from penstock.app.entry import Entry, WindowedEntry
+from penstock.app.feeds import Channel
+from penstock.app.streams import AppStream, Emit
+from penstock.app.tables import AppTable, window_key
+from penstock.app.windows import hopping, session, tumbling
+
+__all__ = [
+    "App",
+    "AppStream",
+    "AppTable",
+    "Channel",
+    "Context",
+    "Emit",
+    "Entry",
+    "TableView",
+    "WindowedEntry",
+    "hopping",
+    "session",
+    "tumbling",
+    "window_key",
+]

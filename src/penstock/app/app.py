@@ -1,0 +1,522 @@
+"""The app: where streams, tables, derivations, agents and joins are declared.
+
+Declaring does nothing: no Spark, no log. `plan` checks the whole, and a runner runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
+
+from penstock.app.definitions import (
+    Agent,
+    DeadLetter,
+    Definition,
+    Derivation,
+    Feed,
+    Lookup,
+    OnError,
+    Place,
+    Rekey,
+    StreamJoin,
+    TableJoin,
+)
+from penstock.app.location import Location, caller, of_function
+from penstock.app.signature import read_signature
+from penstock.app.streams import AppStream, How
+from penstock.app.tables import AppTable, KeyType, RelativeTo, value_schema
+from penstock.app.windows import Duration, Windows, duration_us
+from penstock.errors import AppError, UsageError
+from penstock.log.names import check_name, parse_stream
+from penstock.log.objects import StreamSpec, check_spec, declare
+from penstock.records.schema import Field, Maybe, Record, Schema, record_type, schema_of, type_of
+
+T = TypeVar("T")
+V = TypeVar("V")
+R = TypeVar("R", bound=Record)
+P = ParamSpec("P")
+Function = Callable[..., object]
+
+RETRIES_MAX = 100
+BATCH_ROWS_MAX = 1_000_000
+PARTITIONS_MAX = 1000
+
+
+class App:
+    """An application: `app = penstock.App("shop")`, and what is declared on it."""
+
+    def __init__(self, name: str) -> None:
+        check_name(name, "app")
+        self.name = name
+        self.streams: dict[str, AppStream[Any]] = {}
+        self.tables: dict[str, AppTable[Any]] = {}
+        self.definitions: dict[str, Definition] = {}
+
+    # Streams and tables
+
+    @overload
+    def stream(
+        self, name: str, record: type[R], *, key: str | None = ..., time: str | None = ...,
+        watermark: Duration | None = ..., **settings: object,
+    ) -> AppStream[R]: ...  # fmt: skip
+
+    @overload
+    def stream(
+        self, name: str, record: None = None, *, key: str | None = ..., time: str | None = ...,
+        watermark: Duration | None = ..., **settings: object,
+    ) -> AppStream[object]: ...  # fmt: skip
+
+    def stream(
+        self,
+        name: str,
+        record: type[Record] | None = None,
+        *,
+        key: str | None = None,
+        time: str | None = None,
+        watermark: Duration | None = None,
+        **settings: object,
+    ) -> AppStream[Any]:
+        """Declare a stream, made in the log when the app first runs.
+
+        `watermark` is how much later than the newest event others may come; what comes later
+        still is late. Takes the settings of `StreamSpec` by name (partitions, retention_ms, …).
+        """
+        where = caller()
+        spec = _declared(where, name, record, key=key, time=time, **settings)
+        if watermark is not None and time is None:
+            raise AppError(f"{where}: stream {name} has a watermark and no time: name its field")
+        return self._add_stream(
+            AppStream(
+                app=self, name=name, record=record, spec=spec, key=key, time=time,
+                watermark_us=_length(where, watermark, "the watermark"), location=where,
+            )
+        )  # fmt: skip
+
+    def table(
+        self,
+        name: str,
+        *,
+        key: KeyType = str,
+        value: type[V],
+        default: V | None = None,
+        window: Windows | None = None,
+        relative_to: RelativeTo = "event",
+        public: bool = False,
+        partitions: int | None = None,
+    ) -> AppTable[V]:
+        """Declare a table for an agent to keep: of values, records, sets or lists.
+
+        `default` is the value of a key that has no entry; sets and lists begin empty. With a
+        `window`, a key has an entry for each window.
+        """
+        where = caller()
+        if window is not None and window.kind == "session":
+            raise AppError(
+                f"{where}: table {name} has session windows, which only derived tables can have"
+            )
+        schema, settings = value_schema(name, value, where)
+        spec = StreamSpec(
+            name=name, record=schema, content="record", table=True, partitions=partitions,
+            **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
+        _checked(where, spec)
+        return self._add_table(
+            AppTable(
+                app=self, name=name, key_type=key, value=value, default=default, spec=spec,
+                location=where, windows=window, relative_to=relative_to, public=public,
+            )
+        )  # fmt: skip
+
+    def feed(
+        self, source: Iterable[object], to: AppStream[T], *, name: str | None = None
+    ) -> AppStream[T]:
+        """Fill a stream from an iterable, or from a `Channel` of this process.
+
+        An iterable is read once, from its beginning; each event's number is its id, so that a
+        run that was interrupted goes on where it stopped, if the iterable gives the same again.
+        """
+        where = caller()
+        self._define(
+            Feed(name=name or f"{to.name}_feed", inputs=(), outputs=(to,), location=where,
+                 source=source)
+        )  # fmt: skip
+        return to
+
+    # Derived streams and tables
+
+    def derive(
+        self,
+        *inputs: AppStream[Any] | AppTable[Any],
+        key: str | None = None,
+        record: type[R] | None = None,
+        name: str | None = None,
+        time: str | None = None,
+        watermark: Duration | None = None,
+        window: Windows | None = None,
+        late: AppStream[Any] | None = None,
+        partitions: int | None = None,
+    ) -> Callable[[Function], AppStream[R]]:
+        """Make a stream of what a function of DataFrames gives: one DataFrame per input.
+
+        With a `window`, the first input has a column `window` to group by; what comes too late
+        for its window goes to `late`.
+        """
+
+        def decorate(function: Function) -> AppStream[R]:
+            where = of_function(function.__code__)
+            called = name or function.__name__
+            spec = None
+            if record is not None:
+                spec = _declared(where, called, record, key=key, time=time, partitions=partitions)
+            made: AppStream[R] = AppStream(
+                app=self, name=called, record=record, spec=spec, key=key, time=time,
+                watermark_us=_length(where, watermark, "the watermark"), location=where,
+                settings={} if partitions is None else {"partitions": partitions},
+            )  # fmt: skip
+            self._derive(called, function, inputs, made, window, late, where)
+            self._add_stream(made)
+            return made
+
+        return decorate
+
+    def derive_table(
+        self,
+        *inputs: AppStream[Any] | AppTable[Any],
+        key: str | Sequence[str],
+        name: str | None = None,
+        window: Windows | None = None,
+        late: AppStream[Any] | None = None,
+        public: bool = False,
+    ) -> Callable[[Function], AppTable[Any]]:
+        """Make a table of what a function of DataFrames gives: the latest row of each key.
+
+        `key` is a column or several. A row whose column `_deleted` is true removes its key.
+        """
+
+        def decorate(function: Function) -> AppTable[Any]:
+            where = of_function(function.__code__)
+            called = name or function.__name__
+            keys = (key,) if isinstance(key, str) else tuple(key)
+            if not keys or not all(keys):
+                raise AppError(f"{where}: table {called} has no key: name its columns")
+            made: AppTable[Any] = AppTable(
+                app=self, name=called, key_type=str, value=None, default=None, spec=None,
+                location=where, public=public, key=keys[0] if len(keys) == 1 else keys,
+            )  # fmt: skip
+            self._derive(called, function, inputs, made, window, late, where)
+            self._add_table(made)
+            return made
+
+        return decorate
+
+    def _derive(
+        self,
+        name: str,
+        function: Function,
+        inputs: tuple[AppStream[Any] | AppTable[Any], ...],
+        output: AppStream[Any] | AppTable[Any],
+        window: Windows | None,
+        late: AppStream[Any] | None,
+        where: Location,
+    ) -> None:
+        _check_place(where, name, parse_stream)
+        if not inputs:
+            raise AppError(f"{where}: {name} is derived from nothing: name a stream or a table")
+        for given in inputs:
+            self._check_input(where, name, given)
+        if window is not None and (not isinstance(inputs[0], AppStream) or inputs[0].time is None):
+            raise AppError(
+                f"{where}: {name} has windows, and {inputs[0].name} no time: declare it with time="
+            )
+        if late is not None and window is None:
+            raise AppError(f"{where}: {name} names a stream for late events and no window")
+        outputs = (output, late) if late is not None else (output,)
+        self._define(
+            Derivation(name=name, inputs=inputs, outputs=outputs, location=where,
+                       function=function, windows=window, late=late)
+        )  # fmt: skip
+
+    # Agents
+
+    def agent(  # noqa: PLR0913  each is a word of its own, and most are left out
+        self,
+        stream: AppStream[Any],
+        *,
+        state: AppTable[Any] | None = None,
+        reads: AppTable[Any] | Sequence[AppTable[Any]] = (),
+        to: AppStream[Any] | Sequence[AppStream[Any]] = (),
+        name: str | None = None,
+        on_error: OnError = "stop",
+        retries: int = 0,
+        backoff: Duration = "100 ms",
+        batch_rows: int = 1000,
+        ack: Literal["auto", "manual"] = "auto",
+    ) -> Callable[[Function], Agent]:
+        """Have a function called for each event of a stream, in the order of its key.
+
+        It may take its key's entry of the table `state`, tables to read, and a `Context`; what
+        it yields goes to `to`, by its class where there are several. Annotated with a list, it
+        is given up to `batch_rows` events at a time (of one key, if it has a state).
+        """
+
+        def decorate(function: Function) -> Agent:
+            where = of_function(function.__code__)
+            called = name or function.__name__
+            self._check_input(where, called, stream)
+            views = (reads,) if isinstance(reads, AppTable) else tuple(reads)
+            streams = (to,) if isinstance(to, AppStream) else tuple(to)
+            for given in (*views, *streams, *([state] if state is not None else [])):
+                self._check_input(where, called, given)
+            if state is not None and stream.key is None:
+                raise AppError(
+                    f"{where}: agent {called} has a state, and {stream.name} no key: declare the "
+                    f"stream with key=, or use {stream.name}.group_by(…)"
+                )
+            if not 0 <= retries <= RETRIES_MAX:
+                raise AppError(f"{where}: agent {called}: retries is 0 to {RETRIES_MAX}")
+            if not 1 <= batch_rows <= BATCH_ROWS_MAX:
+                raise AppError(f"{where}: agent {called}: batch_rows is 1 to {BATCH_ROWS_MAX}")
+            found = read_signature(called, function, stream, state, views, streams, where)
+            dead = self._dead_letters(called, where) if on_error == "dead-letter" else None
+            timers = self._timers(called, where) if stream.key is not None else None
+            extra = [place for place in (state, dead) if place is not None]
+            outputs: tuple[Place, ...] = (*streams, *extra)
+            made = Agent(
+                name=called, inputs=(stream,), outputs=outputs, location=where, reads=views,
+                function=function, signature=found, state=state, on_error=on_error,
+                retries=retries, backoff_ms=(_length(where, backoff, "the backoff") or 0) // 1000,
+                batch_rows=batch_rows, manual_ack=ack == "manual", dead=dead, timers=timers,
+            )  # fmt: skip
+            self._define(made)
+            return made
+
+        return decorate
+
+    def _dead_letters(self, agent: str, where: Location) -> AppStream[Any]:
+        name = f"{agent}_dead"
+        spec = _declared(where, name, DeadLetter)
+        made: AppStream[Any] = AppStream(
+            app=self, name=name, record=DeadLetter, spec=spec, key=None, location=where
+        )
+        return self._add_stream(made)
+
+    def _timers(self, agent: str, where: Location) -> AppTable[Any]:
+        """Where an agent's timers are kept; made in the log only for agents that set some."""
+        schema, settings = value_schema(f"{agent}_timers", int, where)
+        spec = StreamSpec(
+            name=f"{agent}_timers", record=schema, content="record", table=True,
+            **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return AppTable(
+            app=self, name=spec.name, key_type=bytes, value=int, default=0, spec=spec,
+            location=where,
+        )  # fmt: skip
+
+    # Joins, called by streams and tables
+
+    def _group_by(self, stream: AppStream[T], field: str, name: str | None) -> AppStream[T]:
+        where = caller()
+        self._check_input(where, name or stream.name, stream)
+        if stream.spec is None or stream.spec.record is None:
+            raise AppError(
+                f"{where}: {stream.name} has no record: derive a stream with key={field!r} instead"
+            )
+        return self._copied(stream, name or f"{stream.name}_by_{field}", field, None, where)
+
+    def _through(self, stream: AppStream[T], name: str, partitions: int | None) -> AppStream[T]:
+        where = caller()
+        self._check_input(where, name, stream)
+        return self._copied(stream, name, stream.key, partitions, where)
+
+    def _copied(
+        self, stream: AppStream[T], name: str, key: str | None, partitions: int | None,
+        where: Location,
+    ) -> AppStream[T]:  # fmt: skip
+        if stream.spec is None:
+            raise AppError(f"{where}: the columns of {stream.name} are not known: name its record")
+        count = partitions if partitions is not None else stream.spec.partitions
+        spec = StreamSpec(
+            name=name, record=stream.spec.record, content=stream.spec.content, key=key,
+            time=stream.time, partitions=count,
+        )  # fmt: skip
+        _checked(where, spec)
+        made: AppStream[T] = AppStream(
+            app=self, name=name, record=stream.record, spec=spec, key=key, time=stream.time,
+            watermark_us=stream.watermark_us, location=where,
+        )  # fmt: skip
+        self._define(Rekey(name=name, inputs=(stream,), outputs=(made,), location=where))
+        return self._add_stream(made)
+
+    def _lookup(
+        self, stream: AppStream[Any], table: AppTable[Any], how: Literal["left", "inner"],
+        name: str | None,
+    ) -> AppStream[Record]:  # fmt: skip
+        where = caller()
+        called = name or f"{stream.name}_with_{table.name}"
+        for given in (stream, table):
+            self._check_input(where, called, given)
+        if stream.key is None:
+            raise AppError(f"{where}: {stream.name} has no key to look up in {table.name}")
+        if table.windows is not None:
+            raise AppError(
+                f"{where}: {table.name} has windows and cannot be looked up by key alone"
+            )
+        schema = _looked_up(where, called, stream, table)
+        spec = StreamSpec(
+            name=called, record=schema, content="record", key=stream.key, time=stream.time,
+            partitions=None if stream.spec is None else stream.spec.partitions,
+        )  # fmt: skip
+        _checked(where, spec)
+        made: AppStream[Record] = AppStream(
+            app=self, name=called, record=record_type(schema), spec=spec, key=stream.key,
+            time=stream.time, watermark_us=stream.watermark_us, location=where,
+        )  # fmt: skip
+        self._define(
+            Lookup(name=called, inputs=(stream,), outputs=(made,), location=where, reads=(table,),
+                   how=how)
+        )  # fmt: skip
+        return self._add_stream(made)
+
+    def _join(
+        self, left: AppStream[Any], right: AppStream[Any], on: str, within: Duration, how: How,
+        name: str | None,
+    ) -> AppStream[Record]:  # fmt: skip
+        where = caller()
+        called = name or f"{left.name}_{right.name}"
+        for given in (left, right):
+            self._check_input(where, called, given)
+            if given.time is None or given.watermark_us is None:
+                raise AppError(
+                    f"{where}: {called} joins {given.name}, which needs a time and a watermark: "
+                    "without them its state would grow for ever"
+                )
+        made: AppStream[Record] = AppStream(
+            app=self, name=called, record=None, spec=None, key=on, location=where
+        )
+        length = _length(where, within, "within") or 0
+        self._define(
+            StreamJoin(name=called, inputs=(left, right), outputs=(made,), location=where, on=on,
+                       within_us=length, how=how)
+        )  # fmt: skip
+        return self._add_stream(made)
+
+    def _join_tables(
+        self, left: AppTable[Any], right: AppTable[Any], how: How, name: str | None
+    ) -> AppTable[Record]:
+        where = caller()
+        called = name or f"{left.name}_{right.name}"
+        sides = []
+        for given in (left, right):
+            self._check_input(where, called, given)
+            if given.windows is not None or given.spec is None:
+                raise AppError(f"{where}: {called} joins {given.name}, which is {_why_not(given)}")
+            sides.append(_table_type(given))
+        schema = Schema(
+            _class_name(called),
+            (Field(left.name, Maybe(sides[0])), Field(right.name, Maybe(sides[1]))),
+        )
+        spec = StreamSpec(name=called, record=schema, content="record", table=True)
+        _checked(where, spec)
+        made: AppTable[Record] = AppTable(
+            app=self, name=called, key_type=left.key_type, value=record_type(schema), default=None,
+            spec=spec, location=where,
+        )  # fmt: skip
+        self._define(
+            TableJoin(name=called, inputs=(left, right), outputs=(made,), location=where,
+                      reads=(left, right), how=how)
+        )  # fmt: skip
+        return self._add_table(made)
+
+    # Bookkeeping
+
+    def _check_input(self, where: Location, name: str, given: object) -> None:
+        if not isinstance(given, AppStream | AppTable):
+            raise AppError(
+                f"{where}: {name} names {given!r}, which is neither a stream nor a table of an app"
+            )
+        known = self.streams.get(given.name) or self.tables.get(given.name)
+        if given.app is not self or known is None:
+            raise AppError(
+                f"{where}: {name} uses {given.name}, which app {self.name} does not have: declare "
+                "it on this app first"
+            )
+
+    def _add_stream(self, stream: AppStream[T]) -> AppStream[T]:
+        self._check_new(stream.name, stream.location)
+        self.streams[stream.name] = stream
+        return stream
+
+    def _add_table(self, table: AppTable[V]) -> AppTable[V]:
+        self._check_new(table.name, table.location)
+        self.tables[table.name] = table
+        return table
+
+    def _check_new(self, name: str, where: Location) -> None:
+        _check_place(where, name, parse_stream)
+        known = self.streams.get(name) or self.tables.get(name)
+        if known is not None:
+            raise AppError(f"{where}: there is a {name} already, declared at {known.location}")
+
+    def _define(self, definition: Definition) -> None:
+        known = self.definitions.get(definition.name)
+        if known is not None:
+            raise AppError(
+                f"{definition.location}: there is a {definition.name} already, defined at "
+                f"{known.location}: name one of them with name="
+            )
+        self.definitions[definition.name] = definition
+
+
+def _check_place(where: Location, name: str, check: Callable[[str], object]) -> None:
+    try:
+        check(name)
+    except UsageError as error:
+        raise AppError(f"{where}: {error}") from None
+
+
+def _declared(
+    where: Location, name: str, record: type[Record] | None, **settings: object
+) -> StreamSpec:
+    try:
+        spec = declare(name, record, **cast(Any, settings))
+    except UsageError as error:
+        raise AppError(f"{where}: {error}") from None
+    return _checked(where, spec)
+
+
+def _checked(where: Location, spec: StreamSpec) -> StreamSpec:
+    _check_place(where, spec.name, lambda _: check_spec(spec, PARTITIONS_MAX))
+    return spec
+
+
+def _length(where: Location, length: Duration | None, what: str) -> int | None:
+    try:
+        return None if length is None else duration_us(length, what)
+    except UsageError as error:
+        raise AppError(f"{where}: {error}") from None
+
+
+def _class_name(name: str) -> str:
+    made = "".join(part.title() for part in name.replace("-", "_").split("_"))
+    return made if made.isidentifier() else f"Row{made}"
+
+
+def _table_type(table: AppTable[Any]) -> Any:
+    if isinstance(table.value, type) and issubclass(table.value, Record):
+        return schema_of(table.value)
+    return type_of(table.value, table.name)
+
+
+def _why_not(table: AppTable[Any]) -> str:
+    return "windowed" if table.windows is not None else "derived from a DataFrame"
+
+
+def _looked_up(where: Location, name: str, stream: AppStream[Any], table: AppTable[Any]) -> Schema:
+    if stream.spec is None or stream.spec.record is None or table.spec is None:
+        raise AppError(
+            f"{where}: {name} needs records on both sides: give {stream.name} and {table.name} one"
+        )
+    if stream.spec.record.field(table.name) is not None:
+        raise AppError(f"{where}: {stream.name} has a field {table.name} already: rename the table")
+    joined = Field(table.name, Maybe(_table_type(table)))
+    return Schema(_class_name(name), (*stream.spec.record.fields, joined))

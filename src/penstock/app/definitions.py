@@ -1,0 +1,129 @@
+"""What an app is made of: each definition reads streams or tables and writes others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from penstock.app.location import Location
+from penstock.app.streams import AppStream, How
+from penstock.app.tables import AppTable
+from penstock.app.windows import Windows
+from penstock.records.schema import Record
+
+if TYPE_CHECKING:
+    from penstock.app.signature import Signature
+
+Place = AppStream[Any] | AppTable[Any]
+OnError = Literal["stop", "skip", "dead-letter"]
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class Definition:
+    """Reads `inputs`, writes `outputs`; `reads` are tables it looks things up in."""
+
+    name: str
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    location: Location
+    reads: tuple[AppTable[Any], ...] = ()
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """The streams whose events are handled; a table that is only looked at is none."""
+        return tuple(place.name for place in self.inputs if isinstance(place, AppStream))
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class Derivation(Definition):
+    """A function from DataFrames to a DataFrame."""
+
+    function: Callable[..., object] = field(repr=False)
+    windows: Windows | None = None
+    late: AppStream[Any] | None = None
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class Agent(Definition):
+    """A function called for each event, with its key's entry. Calling it calls the function."""
+
+    function: Callable[..., object] = field(repr=False)
+    signature: Signature
+    state: AppTable[Any] | None = None
+    on_error: OnError = "stop"
+    retries: int = 0
+    backoff_ms: int = 100
+    batch_rows: int = 1000
+    manual_ack: bool = False
+    dead: AppStream[Any] | None = None
+    timers: AppTable[Any] | None = None
+    on_timer: list[Callable[..., object]] = field(default_factory=list, repr=False)
+
+    def __call__(self, *arguments: object) -> object:
+        return self.function(*arguments)
+
+    def timer(self, function: Callable[..., object]) -> Callable[..., object]:
+        """Make this function the one that is called when a timer of the agent is due.
+
+        It takes the key's entry (if the agent has a state) and a `Context`.
+        """
+        self.on_timer[:] = [function]
+        return function
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class Rekey(Definition):
+    """Events copied to another stream, whose key is another field."""
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class Lookup(Definition):
+    """Events with the entry that their key has in a table."""
+
+    how: Literal["left", "inner"]
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class StreamJoin(Definition):
+    """Pairs of events of two streams."""
+
+    on: str
+    within_us: int
+    how: How
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class TableJoin(Definition):
+    """A table kept equal to the join of two others."""
+
+    how: How
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        return tuple(place.name for place in self.inputs)
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class Feed(Definition):
+    """A stream filled from an iterable or a channel of this process."""
+
+    source: Iterable[object] = field(repr=False)
+
+
+class DeadLetter(Record):
+    """An event that an agent could not handle, with why."""
+
+    agent: str
+    stream: str
+    partition: int
+    offset: int
+    id: str
+    key: str | None
+    data: str
+    error: str
+    traceback: str
+    tries: int
+
+
+Options = Mapping[str, object]

@@ -1,0 +1,532 @@
+"""A query: takes the next events of its inputs, has them handled, and commits what comes of it.
+
+The position in the inputs is saved in the very commit that makes the output visible, so a
+batch happens once or not at all, and a query that starts again goes on where that commit
+says. Nothing else has to be remembered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+import xxhash
+
+from penstock.app.agents import EXPIRY
+from penstock.app.definitions import Agent, Definition, TableJoin
+from penstock.app.tables import AppTable
+from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range, Split
+from penstock.errors import (
+    CommitOutcomeUnknownError,
+    LimitError,
+    OffsetGoneError,
+    PenstockError,
+    PlanChangedError,
+    QueryFailedError,
+)
+from penstock.log.api import Commit, Committed, Holder, Log, Offsets
+from penstock.log.names import PRODUCER_CHARS_MAX
+from penstock.log.objects import Stream
+from penstock.records.event import microseconds, partition_of
+
+SPLIT_ROWS = 262_144
+COMMIT_TRIES = 5
+PIN_S = 600.0
+IDLE_WAIT_S = 0.5
+Clock = Callable[[], int]
+Start = Literal["earliest", "latest"]
+
+
+class QueryLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a query takes on at once.
+
+    `batch_rows_max` bounds a batch over all its inputs; `unacknowledged_max` how many events
+    of a partition an agent with manual acknowledgement may leave open; `tasks` is into how
+    many tasks work is cut that could be one.
+    """
+
+    batch_rows_max: int = 524_288
+    unacknowledged_max: int = 10_000
+    tasks: int = 2
+
+
+class Position(msgspec.Struct, kw_only=True):
+    """Where a definition is: saved as progress in every commit of its query.
+
+    `next` is the next offset by stream and partition; `again` are offsets behind it that were
+    not acknowledged; `workers` who handled a partition last; `producer` the name under which
+    the query commits, so that a runner that groups definitions otherwise can fence it. A query
+    that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of its state.
+    """
+
+    producer: str
+    sequence: int
+    next: dict[str, dict[int, int]]
+    again: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    workers: dict[str, dict[int, str]] = {}
+    time_us: int = 0
+    checkpoint: str = ""
+    plan: str = ""
+
+
+class Executor(Protocol):
+    """Runs the splits of a batch, wherever; reports one outcome for each."""
+
+    def run(self, batch: BatchOrder) -> list[Outcome]: ...
+
+    def close(self) -> None: ...
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """What one batch did."""
+
+    sequence: int
+    rows_in: int
+    rows_out: int
+    rows_skipped: int
+    took_s: float
+    hops_ms: tuple[tuple[float, int], ...]
+    committed: Committed
+
+
+def progress_key(app: str, definition: str) -> str:
+    """Under which key a definition's position is saved."""
+    return f"app/{app}/{definition}"
+
+
+def producer_name(app: str, query: str) -> str:
+    """Under which name a query commits."""
+    name = f"app/{app}/{query}"
+    return (
+        name
+        if len(name) <= PRODUCER_CHARS_MAX
+        else f"app/{xxhash.xxh3_128_hexdigest(name.encode())}"
+    )
+
+
+class Query:
+    """Definitions with the same inputs and position, run batch by batch by one holder.
+
+    Not for use by several threads at once.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        app: str,
+        definitions: Sequence[Definition],
+        executor: Executor,
+        *,
+        limits: QueryLimits = QueryLimits(),
+        clock: Clock | None = None,
+    ) -> None:
+        self.name = "+".join(definition.name for definition in definitions)
+        self.definitions = tuple(definitions)
+        self._log = log
+        self._app = app
+        self._executor = executor
+        self._limits = limits
+        self._clock: Clock = clock or (lambda: time.time_ns() // 1000)
+        self._inputs = list(definitions[0].triggers)
+        self._needs_pin = any(
+            d.reads or any(isinstance(place, AppTable) for place in d.inputs) for d in definitions
+        )
+        self._is_keyed = any(isinstance(d, Agent | TableJoin) for d in definitions)
+        self._holder: Holder | None = None
+        self.position = Position(producer=self.producer, sequence=0, next={})
+        self._timers: dict[bytes, int] = {}
+        self._retry_at = 0.0
+        self._is_busy = False
+        self._is_started = False
+
+    @property
+    def producer(self) -> str:
+        return producer_name(self._app, self.name)
+
+    # Starting
+
+    def start(self) -> None:
+        """Take the query over: fence whoever ran it, then learn where it is."""
+        self.position = self._taken_over()
+        self._holder = self._log.hold(self.producer)
+        last = self._log.last_commit(self.producer)
+        self.position.sequence = 0 if last is None else last.sequence + 1
+        self.position.producer = self.producer
+        self._load_timers()
+        self._is_started = True
+
+    def _taken_over(self) -> Position:
+        """The saved position, once nobody can move it any more."""
+        fenced: set[str] = {self.producer}
+        self._log.hold(self.producer)
+        while True:
+            found = [self._saved(definition) for definition in self.definitions]
+            others = {p.producer for p in found if p is not None} - fenced
+            if not others:
+                break
+            for producer in others:
+                self._log.hold(producer)
+            fenced |= others
+        for definition, position in zip(self.definitions, found, strict=True):
+            if position is not None and position.checkpoint:
+                raise PlanChangedError(
+                    f"{definition.location}: {definition.name} kept state in Spark before, and has "
+                    f"none now: `penstock reset {definition.name}` lets it start again"
+                )
+        return found[0] or Position(producer=self.producer, sequence=0, next={})
+
+    def _saved(self, definition: Definition) -> Position | None:
+        return saved_position(self._log, self._app, definition.name)
+
+    def _load_timers(self) -> None:
+        self._timers = {}
+        for definition in self.definitions:
+            table = definition.timers if isinstance(definition, Agent) else None
+            if table is None or not keeps_timers(definition):
+                continue
+            for entries in self._log.snapshot(table.name):
+                for entry in entries:
+                    self._timers[entry.key] = msgspec.msgpack.decode(entry.value)["value"]
+
+    # Going on
+
+    def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None:
+        """Go on until `stop` is set, telling of each batch. Raises what ends it early."""
+        self.start()
+        while not stop.is_set():
+            if self.wait(IDLE_WAIT_S) and not stop.is_set():
+                self._is_busy = True
+                try:
+                    done = self.step()
+                    if done is not None:
+                        tell(done)
+                finally:
+                    self._is_busy = False
+
+    def is_idle(self) -> bool:
+        """Whether everything there is has been handled."""
+        return not self._is_busy and self._is_started and self.lag() == 0 and not self._has_due()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to do, or the timeout is over."""
+        if self._has_due():
+            return True
+        if self._timers:
+            due_in = (min(self._timers.values()) - self._clock()) / 1e6
+            timeout_s = max(0.0, min(timeout_s, due_in))
+        if len(self._inputs) == 1:
+            name = self._inputs[0]
+            found = self._log.wait(name, self._full_position(name), timeout_s)
+            return found or self._has_due()
+        deadline = time.monotonic() + timeout_s
+        while not (news := self.lag() > 0) and time.monotonic() < deadline:
+            self._log.wait(self._inputs[0], self._full_position(self._inputs[0]), 0.02)
+        return news or self._has_due()
+
+    def _has_due(self) -> bool:
+        if self._timers and min(self._timers.values()) <= self._clock():
+            return True
+        return bool(self.position.again) and time.monotonic() >= self._retry_at
+
+    def _full_position(self, name: str) -> dict[int, int]:
+        held = self.position.next.get(name, {})
+        return {p: held.get(p, 0) for p in range(self._log.stream(name).partitions)}
+
+    def lag(self) -> int:
+        """How many events wait to be handled."""
+        waiting = sum(
+            max(0, offsets.next - max(self.position.next.get(name, {}).get(p, 0), offsets.first))
+            for name in self._inputs
+            for p, offsets in self._log.offsets(name).items()
+        )
+        behind = sum(
+            end - start
+            for partitions in self.position.again.values()
+            for ranges in partitions.values()
+            for start, end in ranges
+        )
+        return waiting + behind
+
+    def step(self) -> Step | None:
+        """Handle the next batch, if there is anything to handle.
+
+        1. Decide what the batch is: offsets, due timers, events to deliver again.
+        2. Have it handled; tasks stage what they make.
+        3. Commit the staged pieces and the new position, as one.
+        """
+        assert self._holder is not None  # noqa: S101  start comes first
+        began = time.monotonic()
+        ranges, streams = self._next_ranges()
+        timers = self._due_timers()
+        again = self._due_again()
+        if not ranges and not timers and not again:
+            return None
+        order = self._order(ranges, streams, timers, again)
+        try:
+            outcomes = self._executor.run(order)
+            self._check(outcomes)
+            position = self._moved(ranges, again, outcomes, order)
+            committed = self._commit(order, outcomes, position)
+        finally:
+            if order.pin is not None:
+                self._log.unpin(order.pin)
+        self.position = msgspec.structs.replace(position, sequence=position.sequence + 1)
+        self._keep_timers(outcomes)
+        return told(self._log, order, outcomes, committed, time.monotonic() - began)
+
+    def _next_ranges(self) -> tuple[list[Range], dict[str, Stream]]:
+        streams = {name: self._log.stream(name) for name in self._inputs}
+        ranges: list[Range] = []
+        for name in self._inputs:
+            offsets = self._log.offsets(name)
+            share = max(1, self._limits.batch_rows_max // (len(offsets) * len(self._inputs)))
+            for partition, found in offsets.items():
+                start = self._start(name, partition, found)
+                end = min(found.next, start + share)
+                if end > start:
+                    ranges.append(Range(name, partition, start, end))
+        return ranges, streams
+
+    def _start(self, name: str, partition: int, offsets: Offsets) -> int:
+        at = self.position.next.get(name, {}).get(partition)
+        if at is None:
+            return offsets.first
+        if at < offsets.first:
+            raise OffsetGoneError(
+                f"query {self.name} is at offset {at} of {name}, partition {partition}, and "
+                f"retention has removed everything before {offsets.first}: start it again from "
+                f"there with `penstock reset {self.name} --from earliest`, or keep events longer",
+                offsets.first,
+            )
+        return at
+
+    def _due_timers(self) -> list[tuple[bytes, int]]:
+        now = self._clock()
+        return sorted((k, due) for k, due in self._timers.items() if due <= now)
+
+    def _due_again(self) -> list[Range]:
+        if not self.position.again or time.monotonic() < self._retry_at:
+            return []
+        return [
+            Range(name, partition, start, end)
+            for name, partitions in self.position.again.items()
+            for partition, ranges in partitions.items()
+            for start, end in ranges
+        ]
+
+    def _order(
+        self,
+        ranges: Sequence[Range],
+        streams: Mapping[str, Stream],
+        timers: Sequence[tuple[bytes, int]],
+        again: Sequence[Range],
+    ) -> BatchOrder:
+        assert self._holder is not None  # noqa: S101  start comes first
+        if self._is_keyed:
+            splits = keyed_splits(ranges, streams, self._limits.tasks, timers, again)
+        else:
+            splits = free_splits(ranges)
+        return BatchOrder(
+            query=self.name,
+            holder=self._holder,
+            sequence=self.position.sequence,
+            now_us=self._clock(),
+            splits=tuple(splits),
+            pin=self._log.pin(PIN_S) if self._needs_pin else None,
+        )
+
+    def _check(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.failure is not None:
+                raise failed(outcome.failure)
+
+    def _moved(
+        self,
+        ranges: Sequence[Range],
+        again: Sequence[Range],
+        outcomes: Sequence[Outcome],
+        order: BatchOrder,
+    ) -> Position:
+        """The position after this batch."""
+        after = {name: dict(partitions) for name, partitions in self.position.next.items()}
+        for range_ in ranges:
+            after.setdefault(range_.stream, {})[range_.partition] = range_.end
+        open_again = {} if again else self.position.again
+        left = [place for outcome in outcomes for place in outcome.unacknowledged]
+        workers = {name: dict(found) for name, found in self.position.workers.items()}
+        for outcome in outcomes:
+            for name, partition in outcome.partitions:
+                workers.setdefault(name, {})[partition] = outcome.worker
+        return Position(
+            producer=self.producer,
+            sequence=order.sequence,
+            next=after,
+            again=self._with_open(open_again, left),
+            workers=workers,
+            time_us=order.now_us,
+        )
+
+    def _with_open(
+        self,
+        again: Mapping[str, Mapping[int, list[tuple[int, int]]]],
+        left: Sequence[tuple[str, int, int]],
+    ) -> dict[str, dict[int, list[tuple[int, int]]]]:
+        if left:
+            self._retry_at = time.monotonic() + 1.0
+        made: dict[str, dict[int, list[tuple[int, int]]]] = {
+            name: {p: list(ranges) for p, ranges in partitions.items()}
+            for name, partitions in again.items()
+        }
+        for name, partition, offset in left:
+            made.setdefault(name, {}).setdefault(partition, []).append((offset, offset + 1))
+        for name, partitions in made.items():
+            for partition, found in partitions.items():
+                partitions[partition] = joined = _merged(found)
+                if sum(end - start for start, end in joined) > self._limits.unacknowledged_max:
+                    raise LimitError(
+                        f"query {self.name} left more than {self._limits.unacknowledged_max} "
+                        f"events of {name}, partition {partition}, unacknowledged "
+                        "(unacknowledged_max): acknowledge them, or let the agent fail"
+                    )
+        return made
+
+    def _commit(
+        self, order: BatchOrder, outcomes: Sequence[Outcome], position: Position
+    ) -> Committed:
+        """Commit the batch; where the outcome is unknown, ask again under the same name."""
+        packed = msgspec.json.encode(position)
+        progress = {progress_key(self._app, d.name): packed for d in self.definitions}
+        pieces = [piece for outcome in outcomes for piece in outcome.pieces]
+        commit = Commit(pieces=pieces, progress=progress)
+        for attempt in range(COMMIT_TRIES):
+            try:
+                return self._log.commit(order.holder, order.sequence, commit)
+            except CommitOutcomeUnknownError:
+                if attempt + 1 == COMMIT_TRIES:
+                    raise
+        raise AssertionError
+
+    def _keep_timers(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            for key, due_us in outcome.timers:
+                if due_us is None:
+                    self._timers.pop(key, None)
+                else:
+                    self._timers[key] = due_us
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def told(
+    log: Log,
+    order: BatchOrder,
+    outcomes: Sequence[Outcome],
+    committed: Committed,
+    took_s: float,
+) -> Step:
+    """A batch in numbers: among them how long its events took from commit to commit."""
+    done_us = microseconds(committed.time)
+    hops = [hop for outcome in outcomes for hop in outcome.hops]
+    if not hops:
+        hops = [hop for split in order.splits for r in split.ranges for hop in _first_hop(log, r)]
+    return Step(
+        sequence=order.sequence,
+        rows_in=sum(outcome.rows_in for outcome in outcomes),
+        rows_out=sum(outcome.rows_out for outcome in outcomes),
+        rows_skipped=sum(outcome.rows_skipped for outcome in outcomes),
+        took_s=took_s,
+        hops_ms=tuple(((done_us - hop.time_us) / 1000, hop.rows) for hop in hops),
+        committed=committed,
+    )
+
+
+def _first_hop(log: Log, range_: Range) -> list[Hop]:
+    """The oldest event of a range stands for all, where nobody has looked at each."""
+    first = next(log.read(range_.stream, range_.partition, range_.start, range_.start + 1), None)
+    if first is None:
+        return []
+    return [Hop(first.commit_of(first.first_offset).time_us, range_.end - range_.start)]
+
+
+def failed(failure: Failure) -> PenstockError:
+    """The error that tells a user what their function did wrong, and where."""
+    text = f"{failure.definition} failed at {failure.place}: {failure.error}"
+    return QueryFailedError(f"{text}\n\n{failure.traceback}" if failure.traceback else text)
+
+
+def saved_position(log: Log, app: str, definition: str) -> Position | None:
+    """Where a definition is, as its last commit says."""
+    packed = log.progress(progress_key(app, definition))
+    return None if packed is None else msgspec.json.decode(packed, type=Position)
+
+
+def keeps_timers(definition: Definition) -> bool:
+    """Whether an agent needs its table of timers: for timers, or for windows that expire."""
+    if not isinstance(definition, Agent):
+        return False
+    windows = definition.state.windows if definition.state is not None else None
+    return bool(definition.on_timer) or (windows is not None and windows.expires_us is not None)
+
+
+def free_splits(ranges: Sequence[Range]) -> list[Split]:
+    """Cuts of ranges whose events need no order: a function of the offsets alone."""
+    cut: list[Range] = []
+    for range_ in ranges:
+        at = range_.start
+        while at < range_.end:
+            end = min(range_.end, (at // SPLIT_ROWS + 1) * SPLIT_ROWS)
+            cut.append(Range(range_.stream, range_.partition, at, end))
+            at = end
+    return [Split(number=n, ranges=(range_,)) for n, range_ in enumerate(cut)]
+
+
+def keyed_splits(
+    ranges: Sequence[Range],
+    streams: Mapping[str, Stream],
+    tasks: int,
+    timers: Sequence[tuple[bytes, int]],
+    again: Sequence[Range],
+) -> list[Split]:
+    """Cuts that keep the events of a key together and in order.
+
+    A partition holds all events of its keys, so a task takes whole partitions; where a stream
+    has grown, or there are several, keys are in more than one partition: then each task reads
+    them all, and keeps its share of the keys.
+    """
+    grown = len(streams) > 1 or any(len(stream.grown) > 1 for stream in streams.values())
+    if grown:
+        return [
+            Split(number=n, ranges=tuple(ranges), slot=n, slots=tasks, again=tuple(again),
+                  timers=tuple(t for t in timers if _slot_of(t[0], tasks) == n))
+            for n in range(tasks)
+        ]  # fmt: skip
+    partitions = next(iter(streams.values())).partitions
+    homes = {r.partition for r in (*ranges, *again)} | {_slot_of(t[0], partitions) for t in timers}
+    return [
+        Split(
+            number=n,
+            ranges=tuple(r for r in ranges if r.partition == home),
+            again=tuple(r for r in again if r.partition == home),
+            timers=tuple(t for t in timers if _slot_of(t[0], partitions) == home),
+        )
+        for n, home in enumerate(sorted(homes))
+    ]
+
+
+def _slot_of(timer: bytes, slots: int) -> int:
+    key = timer[1:].rpartition(b"@")[0] if timer[:1] == EXPIRY else timer[1:]
+    return partition_of(key, slots)
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    made: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if made and start <= made[-1][1]:
+            made[-1] = (made[-1][0], max(made[-1][1], end))
+        else:
+            made.append((start, end))
+    return made

@@ -1,0 +1,384 @@
+"""Runs an app: makes its streams, starts its queries, keeps them going, and stops them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from penstock.app.agents import AgentWork
+from penstock.app.definitions import Agent, Definition, Feed, Lookup, Place, Rekey, TableJoin
+from penstock.app.feeds import FeedQuery
+from penstock.app.joins import LookupWork, RekeyWork, TableJoinWork
+from penstock.app.plan import Plan, can_share, kind_of
+from penstock.app.query import (
+    Clock,
+    Executor,
+    Query,
+    QueryLimits,
+    Step,
+    keeps_timers,
+    saved_position,
+)
+from penstock.app.task import BatchOrder, Outcome, Work, run_split
+from penstock.errors import (
+    AppError,
+    FencedError,
+    PenstockError,
+    QueryFailedError,
+    UnknownObjectError,
+    UsageError,
+)
+from penstock.log.api import Log
+from penstock.log.objects import AlterStream, Change, CreateStream, StreamSpec, check_alter
+
+State = Literal["starting", "running", "restarting", "failed", "stopped"]
+RATE_WINDOW_S = 10.0
+
+
+class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How queries are kept going.
+
+    After a failure a query is started again, after `backoff_ms`, then twice that, up to
+    `backoff_ms_max`; after `tries_max` failures without a batch in between it is given up.
+    Progress is appended to `_system.metrics` every `metrics_interval_ms` (0: never).
+    """
+
+    tries_max: int = 5
+    backoff_ms: int = 500
+    backoff_ms_max: int = 30_000
+    stop_timeout_ms: int = 30_000
+    metrics_interval_ms: int = 5_000
+
+
+class Runnable(Protocol):
+    """One query, whatever it runs on."""
+
+    name: str
+    definitions: tuple[Any, ...]
+
+    def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None: ...
+
+    def lag(self) -> int: ...
+
+    def is_idle(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """What queries run on: Spark, or this very process."""
+
+    def executor(self, log: Log, works: Sequence[Work]) -> Executor:
+        """For definitions that are plain Python tasks."""
+
+    def frames(self, log: Log, app: str, definition: Definition) -> Runnable:
+        """For definitions that are DataFrames; makes its output streams too."""
+
+
+class InlineExecutor:
+    """Runs the splits of a batch one after the other, here."""
+
+    def __init__(self, log: Log, works: Sequence[Work]) -> None:
+        self._log = log
+        self._works = works
+
+    def run(self, batch: BatchOrder) -> list[Outcome]:
+        return [run_split(self._log, self._works, batch, split) for split in batch.splits]
+
+    def close(self) -> None:
+        pass
+
+
+class InlineBackend:
+    """Runs agents, lookups and joins of tables in this process: for tests, without Spark."""
+
+    def executor(self, log: Log, works: Sequence[Work]) -> Executor:
+        return InlineExecutor(log, works)
+
+    def frames(self, log: Log, app: str, definition: Definition) -> Runnable:
+        del log, app
+        raise AppError(
+            f"{definition.location}: {definition.name} is made of DataFrames and needs Spark"
+        )
+
+
+class QueryStatus(msgspec.Struct, kw_only=True):
+    """How a query is doing, for people who watch."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: State = "starting"
+    rows_in: int = 0
+    rows_out: int = 0
+    rows_skipped: int = 0
+    batches: int = 0
+    restarts: int = 0
+    batch_ms: float = 0.0
+    hop_ms: float = 0.0
+    rate: float = 0.0
+    lag: int = 0
+    error: str = ""
+
+
+class _Kept:
+    """A query with its thread and its history."""
+
+    def __init__(self, query: Runnable) -> None:
+        self.query = query
+        first: Definition = query.definitions[0]
+        self.status = QueryStatus(
+            name=query.name,
+            inputs=tuple(place.name for place in first.inputs),
+            outputs=tuple(p.name for d in query.definitions for p in d.outputs),
+        )
+        self.recent: deque[tuple[float, Step]] = deque(maxlen=1000)
+        self.failures = 0
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def tell(self, step: Step) -> None:
+        status = self.status
+        self.failures = 0
+        status.state = "running"
+        status.rows_in += step.rows_in
+        status.rows_out += step.rows_out
+        status.rows_skipped += step.rows_skipped
+        status.batches += 1
+        status.batch_ms = step.took_s * 1000
+        if step.hops_ms:
+            status.hop_ms = weighted_median(step.hops_ms)
+        self.recent.append((time.monotonic(), step))
+
+    def rate(self) -> float:
+        since = time.monotonic() - RATE_WINDOW_S
+        return sum(step.rows_in for at, step in self.recent if at >= since) / RATE_WINDOW_S
+
+
+class Runner:
+    """The queries of a plan, each in a thread that starts it again when it fails."""
+
+    def __init__(
+        self, log: Log, plan: Plan, queries: Sequence[Runnable], options: RunnerOptions
+    ) -> None:
+        self.log = log
+        self.app = plan.app.name
+        self._options = options
+        self._stop = threading.Event()
+        self._kept = [_Kept(query) for query in queries]
+
+    def start(self) -> None:
+        for kept in self._kept:
+            kept.thread = threading.Thread(
+                target=self._keep_going, args=(kept,), name=f"query {kept.query.name}", daemon=True
+            )
+            kept.thread.start()
+
+    def stop(self) -> None:
+        """Let each query finish its batch, and end. Raises nothing; see `failure`."""
+        self._stop.set()
+        deadline = time.monotonic() + self._options.stop_timeout_ms / 1000
+        for kept in self._kept:
+            if kept.thread is not None:
+                kept.thread.join(max(0.0, deadline - time.monotonic()))
+            kept.query.close()
+            if kept.status.state not in ("failed",):
+                kept.status.state = "stopped"
+
+    def statuses(self) -> list[QueryStatus]:
+        """How each query is doing now."""
+        for kept in self._kept:
+            kept.status.rate = kept.rate()
+            with contextlib.suppress(PenstockError):
+                kept.status.lag = kept.query.lag()
+        return [msgspec.structs.replace(kept.status) for kept in self._kept]
+
+    def steps(self) -> Iterator[tuple[QueryStatus, list[Step]]]:
+        """The batches of each query since this was last asked."""
+        for kept in self._kept:
+            found = [kept.recent.popleft()[1] for _ in range(len(kept.recent))]
+            yield kept.status, found
+
+    def failure(self) -> QueryFailedError | None:
+        """Why the first query that was given up was given up."""
+        for kept in self._kept:
+            if kept.status.state == "failed" and kept.error is not None:
+                return QueryFailedError(f"query {kept.query.name}: {kept.error}")
+        return None
+
+    def is_over(self) -> bool:
+        """Whether every query was given up."""
+        return all(kept.status.state == "failed" for kept in self._kept)
+
+    def is_idle(self) -> bool:
+        """Whether all queries that still run have handled everything there is."""
+        before = self._ends()
+        going = [kept for kept in self._kept if kept.status.state != "failed"]
+        return all(kept.query.is_idle() for kept in going) and self._ends() == before
+
+    def _ends(self) -> list[int]:
+        return [
+            offsets.next
+            for stream in self.log.streams()
+            if stream.name.namespace != "_system"
+            for offsets in self.log.offsets(str(stream.name)).values()
+        ]
+
+    def until_idle(self, timeout_s: float) -> bool:
+        """Wait until there is nothing left to do, or a query was given up, or for so long."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.failure() is not None:
+                return False
+            if self.is_idle():
+                return True
+            self._stop.wait(0.005)
+        return False
+
+    def _keep_going(self, kept: _Kept) -> None:
+        while not self._stop.is_set():
+            try:
+                kept.query.run(self._stop, kept.tell)
+                return
+            except Exception as error:
+                if self._stop.is_set():
+                    return
+                kept.error = error
+                kept.status.error = str(error)
+                kept.failures += 1
+                if not is_worth_trying(error) or kept.failures >= self._options.tries_max:
+                    kept.status.state = "failed"
+                    return
+                kept.status.state = "restarting"
+                kept.status.restarts += 1
+                self._stop.wait(self._backoff_s(kept.failures))
+
+    def _backoff_s(self, failures: int) -> float:
+        limit = self._options.backoff_ms_max
+        delay = min(limit, self._options.backoff_ms << (failures - 1))
+        return delay / 1000 * random.uniform(0.8, 1.2)  # noqa: S311  so that not all start at once
+
+
+def is_worth_trying(error: Exception) -> bool:
+    """Whether the same could succeed a little later."""
+    return not isinstance(error, FencedError | UsageError)
+
+
+def weighted_median(values: Sequence[tuple[float, int]]) -> float:
+    """The median of values, each of which stands for a number of events."""
+    if len(values) == 1:
+        return values[0][0]
+    half = sum(rows for _, rows in values) / 2
+    seen = 0
+    for value, rows in sorted(values):
+        seen += rows
+        if seen >= half:
+            return value
+    return max(value for value, _ in values)
+
+
+def build(
+    log: Log,
+    plan: Plan,
+    backend: Backend,
+    *,
+    limits: QueryLimits = QueryLimits(),
+    options: RunnerOptions = RunnerOptions(),
+    clock: Clock | None = None,
+) -> Runner:
+    """A runner for the plan: makes the streams it needs, and groups definitions into queries."""
+    make_streams(log, plan)
+    queries: list[Runnable] = []
+    for group in _grouped(log, plan):
+        first = group[0]
+        match kind_of(first):
+            case "frames":
+                queries.append(backend.frames(log, plan.app.name, first))
+            case "feed":
+                assert isinstance(first, Feed)  # noqa: S101  what the kind means
+                queries.append(FeedQuery(log, plan.app.name, first))
+            case _:
+                works = [work_of(plan.app.name, definition) for definition in group]
+                executor = backend.executor(log, works)
+                queries.append(
+                    Query(log, plan.app.name, group, executor, limits=limits, clock=clock)
+                )
+    return Runner(log, plan, queries, options)
+
+
+def work_of(app: str, definition: Definition) -> Work:
+    match definition:
+        case Agent():
+            return AgentWork(app, definition)
+        case Rekey():
+            return RekeyWork(app, definition)
+        case Lookup():
+            return LookupWork(app, definition)
+        case TableJoin():
+            return TableJoinWork(app, definition)
+    raise AssertionError(definition)
+
+
+def _grouped(log: Log, plan: Plan) -> list[list[Definition]]:
+    """Definitions that can share a query, and are at the same place, together."""
+    groups: list[list[Definition]] = []
+    for definition in plan.definitions:
+        at = _place(log, plan.app.name, definition)
+        for group in groups:
+            if can_share(group[0], definition) and _place(log, plan.app.name, group[0]) == at:
+                group.append(definition)
+                break
+        else:
+            groups.append([definition])
+    return groups
+
+
+def _place(log: Log, app: str, definition: Definition) -> object:
+    saved = saved_position(log, app, definition.name)
+    return None if saved is None else (saved.next, saved.again)
+
+
+def make_streams(log: Log, plan: Plan) -> None:
+    """Make the streams and tables that the plan declares, or bring them up to date."""
+    chosen = list(plan.definitions)
+    wanted: dict[str, tuple[StreamSpec, object]] = {}
+    places: list[Place] = [*plan.app.streams.values(), *plan.app.tables.values()]
+    for place in places:
+        if place.spec is not None:
+            wanted[place.name] = (place.spec, place.location)
+    for definition in chosen:
+        if isinstance(definition, Agent) and definition.timers and keeps_timers(definition):
+            spec = definition.timers.spec
+            assert spec is not None  # noqa: S101  made by the app itself
+            wanted[spec.name] = (spec, definition.location)
+    changes: list[Change] = []
+    for spec, location in wanted.values():
+        try:
+            changes += changes_for(log, spec)
+        except UsageError as error:
+            raise AppError(f"{location}: {error}") from error
+    if changes:
+        log.apply(changes)
+
+
+def changes_for(log: Log, spec: StreamSpec) -> list[Change]:
+    """What makes the stream be there as declared; nothing if it is."""
+    try:
+        found = log.stream(spec.name)
+    except UnknownObjectError:
+        return [CreateStream(spec)]
+    wanted = msgspec.structs.replace(
+        found.spec, record=spec.record, content=spec.content, key=spec.key, time=spec.time,
+        table=spec.table, entries=spec.entries,
+    )  # fmt: skip
+    check_alter(found, wanted)
+    if wanted.record == found.record and wanted.time == found.spec.time:
+        return []
+    return [AlterStream(wanted)]

@@ -1,0 +1,160 @@
+"""A table while a batch runs: entries are looked up in bulk, and what changed is found after."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import pyarrow as pa
+
+from penstock.app.entry import Entry
+from penstock.app.tables import AppTable, Values
+from penstock.log.api import Log, Part, Pin
+from penstock.log.collections import Collection
+from penstock.log.compose import Composer
+from penstock.log.objects import Stream
+from penstock.records.arrow import codec_of_schema
+from penstock.records.event import DELETED, ENTRY
+from penstock.records.schema import Record, record_type
+
+_IMMUTABLE = (int, float, str, bytes, bool, type(None))
+
+
+class State:
+    """The entries that a task holds of a table. Each is loaded once, and saved if it changed."""
+
+    def __init__(self, log: Log, table: AppTable[Any], at: Pin | None = None) -> None:
+        self._log = log
+        self._table = table
+        self._at = at
+        self._stream: Stream = log.stream(table.name)
+        self.values = Values(table, self._stream)
+        self._held: dict[bytes, Entry[Any]] = {}
+        self._before: dict[bytes, bytes | None] = {}
+
+    def load(self, keys: Iterable[bytes]) -> None:
+        """Look up many keys at once."""
+        missing = [key for key in dict.fromkeys(keys) if key not in self._before]
+        if missing:
+            found = self._log.get(self._table.name, missing, self._at)
+            self._before.update(
+                (key, None if entry is None else entry.value)
+                for key, entry in zip(missing, found, strict=True)
+            )
+
+    def entry(self, key: bytes, shown: bytes | None = None) -> Entry[Any]:
+        """The entry of a key; `shown` is the key as the user knows it, if that is another."""
+        held = self._held.get(key)
+        if held is None:
+            if key not in self._before:
+                self.load([key])
+            value = self._value(self._before[key])
+            held = Entry(value, self._table.key_of(key if shown is None else shown))
+            self._held[key] = held
+        elif held.is_deleted:
+            held.is_deleted, held.value = False, self._value(None)
+        return held
+
+    def _value(self, packed: bytes | None) -> object:
+        if packed is not None:
+            return self.values.unpack(packed)
+        if self.values.collections is not None and self._table.default is None:
+            return self.values.collections.empty()
+        default = self._table.default
+        return default if isinstance(default, _IMMUTABLE) else copy.deepcopy(default)
+
+    def keep(self, key: bytes) -> tuple[bytes, bool, object]:
+        """What is needed to undo what one call does to an entry."""
+        entry = self._held[key] if key in self._held else self.entry(key)
+        value = entry.value
+        held = value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
+        return key, entry.is_deleted, held
+
+    def undo(self, kept: tuple[bytes, bool, object]) -> None:
+        key, is_deleted, value = kept
+        entry = self._held[key]
+        entry.is_deleted = is_deleted
+        entry.value = value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
+
+    def checkpoint(self) -> Callable[[], None]:
+        """What undoes everything that happens to the entries from now on."""
+        kept = {key: self.keep(key) for key in self._held}
+
+        def undo() -> None:
+            for key in [key for key in self._held if key not in kept]:
+                del self._held[key]
+            for item in kept.values():
+                self.undo(item)
+
+        return undo
+
+    def changed(self) -> list[tuple[bytes, object, bytes | None]]:
+        """Keys with their new value and packed value; `None` where the entry is to go."""
+        found: list[tuple[bytes, object, bytes | None]] = []
+        untouched = None
+        for key, entry in self._held.items():
+            before = self._before[key]
+            if entry.is_deleted or entry.value is None:
+                if before is not None:
+                    found.append((key, None, None))
+                continue
+            packed = self.values.pack(entry.value)
+            if before is None and untouched is None:
+                start = self._value(None)
+                untouched = b"" if start is None else self.values.pack(start)
+            if packed != (untouched if before is None else before):
+                found.append((key, entry.value, packed))
+        return found
+
+    def part(self, composer: Composer) -> Part | None:
+        """The changes as events of the table's changelog; `None` where nothing changed."""
+        rows: list[Record | None] = []
+        keys: list[bytes] = []
+        entries: list[bytes | None] = []
+        made: Any = record_type(cast(Any, self._stream.record))
+        for key, value, packed in self.changed():
+            if self.values.collections is not None:
+                before = self._before[key]
+                old = None if before is None else self.values.unpack(before)
+                actions = self.values.collections.actions(
+                    cast(Collection | None, old), cast(Collection | None, value)
+                )
+                rows += [made(action=a.action, value=a.value, values=a.values) for a in actions]
+                keys += [key] * len(actions)
+                entries += [None] * (len(actions) - 1) + [packed]
+                continue
+            rows.append(made(value=value) if self.values.is_plain and packed else _row(value))
+            keys.append(key)
+            entries.append(packed)
+        if not rows:
+            return None
+        return changes_part(composer, self._stream, rows, keys, entries)
+
+
+def _row(value: object) -> Record | None:
+    return cast(Record | None, value)
+
+
+def changes_part(
+    composer: Composer,
+    stream: Stream,
+    rows: list[Record | None],
+    keys: list[bytes],
+    entries: list[bytes | None],
+) -> Part:
+    """Changes of a table: rows of its changelog (`None` deletes), and its packed new entries."""
+    assert stream.record is not None  # noqa: S101  an app's tables have records
+    batch = codec_of_schema(stream.record).to_arrow(rows)
+    columns = list(batch.columns)
+    fields = [pa.field(f.name, f.type) for f in batch.schema]
+    if any(row is None for row in rows):
+        columns.append(pa.array([row is None for row in rows]))
+        fields.append(pa.field(DELETED, pa.bool_()))
+    columns.append(pa.array(keys, pa.binary()))
+    fields.append(pa.field("_key", pa.binary()))
+    part = composer.arrow_part(
+        stream, pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+    )
+    whole = part.batch.append_column(pa.field(ENTRY, pa.binary()), pa.array(entries, pa.binary()))
+    return Part(part.stream, whole)

@@ -1,0 +1,107 @@
+"""Streams as an app declares and uses them: handles, no data."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+import msgspec
+
+from penstock.app.location import Location
+from penstock.app.windows import Duration
+from penstock.log.compose import EventOptions
+from penstock.log.objects import StreamSpec
+from penstock.records.event import Key
+from penstock.records.schema import Record
+
+if TYPE_CHECKING:
+    from penstock.app.app import App
+    from penstock.app.tables import AppTable
+
+T = TypeVar("T")
+U = TypeVar("U")
+How = Literal["inner", "left", "right", "outer"]
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """An event on its way to a stream, with more of its envelope than data alone has."""
+
+    stream: str
+    data: object
+    options: EventOptions
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class AppStream(Generic[T]):
+    """A stream of an app; made by `App.stream`, a derivation or a join.
+
+    `spec` is `None` for what a DataFrame function derives without naming a record: its
+    columns are known once Spark has looked at the function.
+    """
+
+    app: App = field(repr=False)
+    name: str
+    record: type[Record] | None
+    spec: StreamSpec | None
+    key: str | None
+    time: str | None = None
+    watermark_us: int | None = None
+    location: Location
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def new(
+        self,
+        data: T,
+        *,
+        key: Key | None = None,
+        id: str | None = None,  # noqa: A002  the word of the envelope
+        time: dt.datetime | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Emit:
+        """An event for an agent to yield, where data alone does not say everything."""
+        return Emit(self.name, data, EventOptions(key=key, id=id, time=time, headers=headers))
+
+    def group_by(self, field: str, name: str | None = None) -> AppStream[T]:
+        """The same events with another key: a stream of its own, partitioned by `field`."""
+        return self.app._group_by(self, field, name)
+
+    def through(self, name: str, *, partitions: int | None = None) -> AppStream[T]:
+        """The same events passed through a stream of its own, with more or fewer partitions."""
+        return self.app._through(self, name, partitions)
+
+    def lookup(
+        self, table: AppTable[U], *, how: Literal["left", "inner"] = "left", name: str | None = None
+    ) -> AppStream[Record]:
+        """Each event with the entry that its key has in the table, as a field of that name.
+
+        `how="inner"` leaves out events whose key has no entry.
+        """
+        return self.app._lookup(self, table, how, name)
+
+    def join(
+        self,
+        other: AppStream[U],
+        *,
+        on: str,
+        within: Duration,
+        how: How = "inner",
+        name: str | None = None,
+    ) -> AppStream[Record]:
+        """Pairs of events that agree in the field `on` and are at most `within` apart in time.
+
+        Outer pairs come when the watermark says that no partner can come any more.
+        """
+        return self.app._join(self, other, on, within, how, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Agents refer to streams; what travels to a worker with them is the handle, not the app.
+        return _travelled, (self.name, self.record, self.key, self.location)
+
+
+def _travelled(
+    name: str, record: type[Record] | None, key: str | None, location: Location
+) -> AppStream[object]:
+    missing: App = None  # type: ignore[assignment]
+    return AppStream(app=missing, name=name, record=record, spec=None, key=key, location=location)

@@ -1,0 +1,160 @@
+"""Tables as an app declares them, and what their values are in the log."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, cast
+
+from penstock.app.location import Location
+from penstock.app.streams import AppStream, How
+from penstock.app.windows import Window, Windows
+from penstock.errors import AppError
+from penstock.log.collections import Collections, action_schema, element_of
+from penstock.log.objects import StreamSpec
+from penstock.log.table import unpacker
+from penstock.records.arrow import codec_of, codec_of_schema
+from penstock.records.event import Key, key_bytes, microseconds
+from penstock.records.schema import Field, Maybe, Record, Schema, record_type, schema_of, type_of
+
+if TYPE_CHECKING:
+    from penstock.app.app import App
+    from penstock.log.objects import Stream
+
+V = TypeVar("V")
+U = TypeVar("U")
+KeyType = type[str] | type[int] | type[bytes]
+RelativeTo = Literal["event", "clock"]
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class AppTable(Generic[V]):
+    """A table of an app; made by `App.table`, `App.derive_table` or a join of tables."""
+
+    app: App = field(repr=False)
+    name: str
+    key_type: KeyType
+    value: object
+    default: object
+    spec: StreamSpec | None
+    location: Location
+    windows: Windows | None = None
+    relative_to: RelativeTo = "event"
+    public: bool = False
+    key: str | tuple[str, ...] | None = None
+
+    @property
+    def changes(self) -> AppStream[object]:
+        """The table's changelog as a stream, for an agent to be called back with each change."""
+        record = None if self.spec is None or self.spec.record is None else self.record
+        return AppStream(
+            app=self.app, name=self.name, record=record, spec=self.spec, key="",
+            location=self.location,
+        )  # fmt: skip
+
+    @property
+    def has_default(self) -> bool:
+        """Whether a key without an entry has a value nevertheless: sets and lists begin empty."""
+        return self.default is not None or (self.spec is not None and self.spec.entries != "value")
+
+    @property
+    def record(self) -> type[Record]:
+        """The class of the changelog's events."""
+        if isinstance(self.value, type) and issubclass(self.value, Record):
+            return self.value
+        if self.spec is None or self.spec.record is None:
+            raise AppError(f"{self.location}: the columns of table {self.name} are not known yet")
+        return record_type(self.spec.record)
+
+    def join(
+        self, other: AppTable[U], *, how: How = "inner", name: str | None = None
+    ) -> AppTable[Record]:
+        """A table of the keys of both, kept right under every change of either side.
+
+        A value has two fields, named after the tables.
+        """
+        return self.app._join_tables(self, other, how, name)
+
+    def key_of(self, key: bytes) -> Key:
+        """A key as the app speaks of it."""
+        if self.key_type is bytes:
+            return key
+        return int(key) if self.key_type is int else key.decode()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rest = (self.spec, self.location, self.windows, self.relative_to)
+        return _travelled, (self.name, self.key_type, self.value, self.default, *rest)
+
+
+def _travelled(
+    name: str, key_type: KeyType, value: object, default: object, spec: StreamSpec | None,
+    location: Location, windows: Windows | None, relative_to: RelativeTo,
+) -> AppTable[object]:  # fmt: skip
+    missing: App = None  # type: ignore[assignment]
+    return AppTable(
+        app=missing, name=name, key_type=key_type, value=value, default=default, spec=spec,
+        location=location, windows=windows, relative_to=relative_to,
+    )  # fmt: skip
+
+
+def value_schema(name: str, value: object, where: Location) -> tuple[Schema, dict[str, object]]:
+    """The changelog's record for a table of such values, and the settings that go with it."""
+    if isinstance(value, type) and issubclass(value, Record):
+        return schema_of(value), {}
+    found = type_of(value, f"{where}: table {name}")
+    if isinstance(found, Maybe):
+        raise AppError(
+            f"{where}: a value of table {name} is never None: give the type without it, and "
+            "delete entries that have no value"
+        )
+    made = "".join(part.title() for part in name.replace("-", "_").split("_")) or "Value"
+    made = made if made.isidentifier() else f"Value{made}"
+    collection = element_of(found)
+    if collection is not None:
+        entries, element = collection
+        return action_schema(made, element), {"entries": entries}
+    return Schema(made, (Field("value", found),)), {}
+
+
+class Values:
+    """Turns values of a table into what its entries hold, and back."""
+
+    def __init__(self, table: AppTable[object], stream: Stream) -> None:
+        self.collections: Collections | None = None
+        self.is_plain = False
+        value = table.value
+        if stream.spec.entries != "value":
+            self.collections = Collections.of(stream)
+            self.pack: Callable[[object], bytes] = cast(
+                Callable[[object], bytes], self.collections.pack
+            )
+            self.unpack: Callable[[bytes], object] = self.collections.unpack
+        elif isinstance(value, type) and issubclass(value, Record):
+            codec = codec_of(value)
+            self.pack = lambda held: codec.pack(codec.validated(cast(Record, held)))
+            self.unpack = codec.unpack
+        elif stream.record is not None and value is not None:
+            self.is_plain = True
+            plain = codec_of_schema(stream.record)
+            made = record_type(stream.record)
+            self.pack = lambda held: plain.pack(plain.validated(made(value=held)))
+            self.unpack = lambda packed: typing.cast(typing.Any, plain.unpack(packed)).value
+        else:
+            self.pack = _no_packing
+            self.unpack = unpacker(stream)
+
+
+def _no_packing(value: object) -> bytes:
+    raise AppError(f"a derived table's value cannot be written by an agent: {value!r}")
+
+
+def window_key(key: Key, window: Window) -> bytes:
+    """The key under which a windowed table holds the entry of `key` for that window."""
+    return cast(bytes, key_bytes(key)) + b"@%d" % (microseconds(window.start) // 1000)
+
+
+def without_window(key: bytes) -> tuple[bytes, int]:
+    """A windowed table's key and the start of its window in milliseconds."""
+    own, _, start = key.rpartition(b"@")
+    return own, int(start)

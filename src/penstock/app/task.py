@@ -1,0 +1,184 @@
+"""What a query gives its tasks to do, and what they report. Plain data, so that it can travel."""
+
+from __future__ import annotations
+
+import datetime as dt
+import heapq
+import os
+import socket
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+import xxhash
+
+from penstock.log.api import CommitOptions, Holder, Log, Part, Piece, Pin
+from penstock.log.batch import Batch
+from penstock.records.event import from_microseconds
+
+_OURS = str(Path(__file__).parents[1])
+
+
+class Range(NamedTuple):
+    """Events of one partition: offsets from `start` up to before `end`."""
+
+    stream: str
+    partition: int
+    start: int
+    end: int
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """What one task reads: ranges, and of them only the keys of one slot out of `slots`.
+
+    `again` are offsets that were delivered before and not acknowledged; `timers` the keys
+    whose timers are due, with when.
+    """
+
+    number: int
+    ranges: tuple[Range, ...]
+    slot: int = 0
+    slots: int = 1
+    again: tuple[Range, ...] = ()
+    timers: tuple[tuple[bytes, int], ...] = ()
+
+
+class BatchOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch of a query: whose it is, which one, when it began, and the pinned moment."""
+
+    query: str
+    holder: Holder
+    sequence: int
+    now_us: int
+    splits: tuple[Split, ...]
+    pin: Pin | None = None
+
+    @property
+    def now(self) -> dt.datetime:
+        return from_microseconds(self.now_us)
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a definition could not handle an event."""
+
+    definition: str
+    place: str
+    error: str
+    traceback: str
+
+
+class Hop(NamedTuple):
+    """Input events that were appended at the same moment."""
+
+    time_us: int
+    rows: int
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a split."""
+
+    pieces: tuple[Piece, ...] = ()
+    rows_in: int = 0
+    rows_out: int = 0
+    rows_skipped: int = 0
+    worker: str = ""
+    partitions: tuple[tuple[str, int], ...] = ()
+    hops: tuple[Hop, ...] = ()
+    unacknowledged: tuple[tuple[str, int, int], ...] = ()
+    timers: tuple[tuple[bytes, int | None], ...] = ()
+    failure: Failure | None = None
+
+
+class Work(Protocol):
+    """What a definition does with a split, in whatever process. Must be picklable by Spark."""
+
+    name: str
+
+    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Sequence[Batch]) -> Outcome:
+        """Handle the events and stage what comes of them."""
+
+
+class FailedError(Exception):
+    """A user's function failed; carries what to report."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.error)
+        self.failure = failure
+
+
+def run_split(log: Log, works: Sequence[Work], batch: BatchOrder, split: Split) -> Outcome:
+    """Run every definition of a query over one split: it is read once for all of them."""
+    inputs = list(read_split(log, split))
+    outcomes = []
+    try:
+        for work in works:
+            outcomes.append(work.run(log, batch, split, inputs))
+    except FailedError as error:
+        return Outcome(failure=error.failure, worker=this_worker())
+    places = {(r.stream, r.partition): None for r in (*split.ranges, *split.again)}
+    return Outcome(
+        pieces=tuple(piece for outcome in outcomes for piece in outcome.pieces),
+        rows_in=sum(len(batch) for batch in inputs) if split.slot == 0 else 0,
+        rows_out=sum(outcome.rows_out for outcome in outcomes),
+        rows_skipped=sum(outcome.rows_skipped for outcome in outcomes),
+        worker=this_worker(),
+        partitions=tuple(places),
+        hops=tuple(_hops(inputs)) if split.slot == 0 else (),
+        unacknowledged=tuple(u for outcome in outcomes for u in outcome.unacknowledged),
+        timers=tuple(t for outcome in outcomes for t in outcome.timers),
+    )
+
+
+def read_split(log: Log, split: Split) -> Iterator[Batch]:
+    """The events of a split: in order of offset; of several partitions, in order of commit."""
+    for range_ in split.again:
+        yield from log.read(range_.stream, range_.partition, range_.start, range_.end)
+    sources = [log.read(r.stream, r.partition, r.start, r.end) for r in split.ranges]
+    if len(sources) == 1:
+        yield from sources[0]
+    else:
+        yield from heapq.merge(*sources, key=lambda batch: batch.commit)
+
+
+def stage(log: Log, batch: BatchOrder, parts: Sequence[Part]) -> tuple[Piece, ...]:
+    """Store what a task made, unseen, for the batch's commit."""
+    options = CommitOptions()
+    return tuple(
+        log.stage(batch.holder, batch.sequence, part, options)
+        for part in parts
+        if part.batch.num_rows
+    )
+
+
+def derived_id(query: str, id_: str, n: int) -> str:
+    """The id of the n-th event derived from another: the same after any replay."""
+    return xxhash.xxh3_128_hexdigest(f"{query}\0{id_}\0{n}".encode())
+
+
+def this_worker() -> str:
+    """Names this process, as `penstock agent list` shows it."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def user_traceback(error: BaseException) -> str:
+    """A traceback that begins in the user's own code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        if trace.tb_next is None:
+            break
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _hops(inputs: Sequence[Batch]) -> Iterator[Hop]:
+    """When the input was appended, and how many events then."""
+    for batch in inputs:
+        bounds = [run.offset for run in batch.runs[1:]]
+        starts = [batch.first_offset, *bounds]
+        ends = [*bounds, batch.next_offset]
+        for run, start, end in zip(batch.runs, starts, ends, strict=False):
+            rows = min(end, batch.next_offset) - max(start, batch.first_offset)
+            if rows > 0:
+                yield Hop(run.time_us, rows)

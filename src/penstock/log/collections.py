@@ -1,0 +1,138 @@
+"""Tables of sets and lists: a changelog of actions, an entry that is the whole collection.
+
+An event of such a changelog says what was done to the collection of its key: `add` or
+`remove` of one `value`, `set` to all of `values`, or `delete`. The writer gives the whole
+collection beside it, packed, for the entry; so nobody has to replay actions to read one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple, cast
+
+from penstock.errors import UsageError
+from penstock.log.objects import Entries, Stream
+from penstock.records.arrow import codec_of_schema
+from penstock.records.schema import (
+    Choice,
+    Field,
+    ListOf,
+    Maybe,
+    Schema,
+    SetOf,
+    Type,
+    record_type,
+)
+
+LIST_SET_EVERY = 64
+"""A list that grew to a multiple of this length is told as a whole, so that its changelog can
+be compacted."""
+
+Collection = set[object] | list[object]
+
+
+class Action(NamedTuple):
+    """One change of a collection; `value` goes with add and remove, `values` with set."""
+
+    action: str
+    value: object = None
+    values: list[object] | None = None
+
+
+def action_schema(name: str, element: Type) -> Schema:
+    """The record of a changelog of actions on collections of `element`."""
+    actions = Choice(("add", "delete", "remove", "set"))
+    return Schema(
+        name,
+        (
+            Field("action", actions),
+            Field("value", Maybe(element)),
+            Field("values", Maybe(ListOf(element))),
+        ),
+    )
+
+
+class Collections:
+    """Packs collections for entries, and finds the actions between two of them."""
+
+    def __init__(self, kind: Entries, element: Type) -> None:
+        self.kind = kind
+        held = SetOf(element) if kind == "set" else ListOf(element)
+        schema = Schema("Collection", (Field("values", held),))
+        self._codec = codec_of_schema(schema)
+        self._made = record_type(schema)
+
+    @staticmethod
+    def of(stream: Stream) -> Collections:
+        """For the table that is told by the stream."""
+        field = stream.record.field("value") if stream.record else None
+        if field is None or not isinstance(field.type, Maybe) or stream.spec.entries == "value":
+            raise UsageError(f"stream {stream.name} is no changelog of sets or lists")
+        return _made(stream.spec.entries, field.type.of)
+
+    def empty(self) -> Collection:
+        return set() if self.kind == "set" else []
+
+    def pack(self, collection: Iterable[object]) -> bytes:
+        """Raises `RecordError` where an element is not what the table holds."""
+        held = set(collection) if self.kind == "set" else list(collection)
+        return self._codec.pack(self._codec.validated(self._made(values=held)))
+
+    def unpack(self, packed: bytes) -> Collection:
+        return cast(Collection, self._codec.unpack(packed).values)  # type: ignore[attr-defined]
+
+    def actions(self, old: Collection | None, new: Collection | None) -> list[Action]:
+        """What turns `old` into `new`, in an order that can be replayed."""
+        if new is None:
+            return [] if old is None else [Action("delete")]
+        if isinstance(new, set):
+            before = set(old or ())
+            gone = [Action("remove", value) for value in _ordered(before - new)]
+            made = [Action("add", value) for value in _ordered(new - before)]
+            return gone + made or ([Action("set", None, [])] if old is None else [])
+        before_list = list(old or ())
+        added = new[len(before_list) :]
+        is_whole = len(added) > 0 and len(new) % LIST_SET_EVERY < len(added)
+        if old is not None and new[: len(before_list)] == before_list and not is_whole:
+            return [Action("add", value) for value in added]
+        if old is None and new and not is_whole:
+            return [Action("add", value) for value in new]
+        return [Action("set", None, list(new))]
+
+
+def replay(kind: Entries, collection: Collection | None, action: Action) -> Collection | None:
+    """The collection after an action."""
+    if action.action == "delete":
+        return None
+    if action.action == "set":
+        return set(action.values or ()) if kind == "set" else list(action.values or ())
+    made: Collection = (
+        set(collection or ()) if kind == "set" else list(cast(list[object], collection or []))
+    )
+    if isinstance(made, set):
+        (made.add if action.action == "add" else made.discard)(action.value)
+    elif action.action == "add":
+        made.append(action.value)
+    else:
+        made.remove(action.value)
+    return made
+
+
+def _ordered(values: set[object]) -> list[object]:
+    return sorted(values, key=repr)
+
+
+@functools.cache
+def _made(kind: Entries, element: Type) -> Collections:
+    return Collections(kind, element)
+
+
+def element_of(type_: Type) -> tuple[Entries, Type] | None:
+    """Whether a table's value is a set or a list, and of what."""
+    match type_:
+        case SetOf(item=item):
+            return "set", item
+        case ListOf(item=item):
+            return "list", item
+    return None

@@ -1,0 +1,89 @@
+"""Spark as what an app runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from penstock.app.definitions import Definition
+from penstock.app.query import Clock, Executor, Query, QueryLimits
+from penstock.app.runner import Runnable, changes_for
+from penstock.app.task import BatchOrder, Outcome, Work
+from penstock.errors import AppError, PenstockError, UsageError
+from penstock.log import OptionValue
+from penstock.log.api import Log
+from penstock.spark.executor import SparkExecutor
+from penstock.spark.failures import user_failure
+from penstock.spark.frames import FrameExecutor, Shape
+from penstock.spark.streaming import StatefulQuery
+
+
+class SparkBackend:
+    """Runs tasks as Spark jobs, and DataFrames as jobs or streaming queries."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        checkpoints: Path,
+        *,
+        log_options: Mapping[str, OptionValue] | None = None,
+        limits: QueryLimits = QueryLimits(),
+        clock: Clock | None = None,
+    ) -> None:
+        self._spark = spark
+        self._checkpoints = checkpoints
+        self._options = dict(log_options or {})
+        self._limits = limits
+        self._clock = clock
+
+    def executor(self, log: Log, works: Sequence[Work]) -> Executor:
+        return SparkExecutor(self._spark, log.url, self._options, works)
+
+    def frames(self, log: Log, app: str, definition: Definition) -> Runnable:
+        shape = self._shape(log, definition)
+        try:
+            changes = changes_for(log, shape.output)
+        except UsageError as error:
+            raise AppError(f"{definition.location}: {error}") from error
+        if changes:
+            log.apply(changes)
+        if shape.is_stateful:
+            return StatefulQuery(self._spark, log, self._options, app, shape, self._checkpoints)
+        executor = _Explaining(
+            definition.name, FrameExecutor(self._spark, log.url, self._options, app, shape)
+        )
+        return Query(log, app, [definition], executor, limits=self._limits, clock=self._clock)
+
+    def _shape(self, log: Log, definition: Definition) -> Shape:
+        try:
+            return Shape(log, self._spark, definition)
+        except PenstockError:
+            raise
+        except PySparkException as error:
+            what = str(error).strip().splitlines()[0]
+            raise AppError(f"{definition.location}: {definition.name}: {what}") from error
+        except Exception as error:
+            failure = user_failure(definition.name, error)
+            raise AppError(
+                f"{definition.location}: {definition.name}: {failure.error}\n\n{failure.traceback}"
+            ) from error
+
+
+class _Explaining:
+    """Runs batches of DataFrames; what fails in them is told as the user's failure."""
+
+    def __init__(self, definition: str, executor: FrameExecutor) -> None:
+        self._definition = definition
+        self._executor = executor
+
+    def run(self, batch: BatchOrder) -> list[Outcome]:
+        try:
+            return self._executor.run(batch)
+        except PySparkException as error:
+            return [Outcome(failure=user_failure(self._definition, error))]
+
+    def close(self) -> None:
+        self._executor.close()

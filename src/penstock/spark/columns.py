@@ -1,0 +1,60 @@
+"""Columns of streams as Spark sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.types import StructType
+
+from penstock.log.batch import Batch
+from penstock.log.objects import Stream
+from penstock.records.arrow import arrow_schema, nullable, schema_of_arrow
+from penstock.records.event import DATA, DELETED, ENVELOPE
+from penstock.records.schema import Schema
+
+
+def stream_columns(stream: Stream) -> pa.Schema:
+    """Data and envelope columns of a stream, in Arrow's types."""
+    if stream.record is None:
+        kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
+        data = pa.schema([pa.field(DATA, kind, nullable=stream.spec.table)])
+    else:
+        data = arrow_schema(stream.record)
+        data = nullable(data) if stream.spec.table else data
+    fields = [*data, *ENVELOPE]
+    if stream.spec.table:
+        fields.append(pa.field(DELETED, pa.bool_(), nullable=False))
+    return pa.schema(fields)
+
+
+def spark_schema(columns: pa.Schema) -> StructType:
+    """The same columns in Spark's types."""
+    return from_arrow_schema(columns)
+
+
+def exchanged(schema: StructType) -> pa.Schema:
+    """The Arrow types in which Spark takes columns of this schema from Python."""
+    return to_arrow_schema(schema, timezone="UTC", error_on_duplicated_field_names_in_struct=False)
+
+
+def for_spark(batch: Batch, wanted: pa.Schema) -> pa.RecordBatch:
+    """A batch of the log with exactly these columns."""
+    made = batch.to_arrow(wanted.names)
+    if made.schema.equals(wanted):
+        return made
+    arrays = [
+        column if column.type.equals(field.type) else column.cast(field.type)
+        for column, field in zip(made.columns, wanted, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=wanted)
+
+
+def record_of(name: str, schema: StructType, required: Sequence[str] = ()) -> Schema:
+    """The record that rows of such a DataFrame are stored as; `required` are never null."""
+    columns = exchanged(schema)
+    fields = [
+        field.with_nullable(field.nullable and field.name not in required) for field in columns
+    ]
+    return schema_of_arrow(name, pa.schema(fields))

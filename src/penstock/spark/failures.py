@@ -1,0 +1,44 @@
+"""What went wrong in the user's own code, out of what Spark says about it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from penstock.app.task import Failure, user_traceback
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+, in .*$')
+
+
+def user_failure(definition: str, error: BaseException) -> Failure:
+    """The failure of a definition: its own traceback where there is one, else Spark's words."""
+    text = str(error)
+    trace = worker_traceback(text)
+    if trace is not None:
+        return Failure(
+            definition=definition, place="a task of Spark", error=trace.splitlines()[-1],
+            traceback=trace,
+        )  # fmt: skip
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    own = user_traceback(error) if error.__traceback__ is not None else traceback.format_exc()
+    return Failure(definition=definition, place="Spark", error=first, traceback=own)
+
+
+def worker_traceback(text: str) -> str | None:
+    """The traceback of a Python worker, without the frames that are Spark's or ours."""
+    start = text.find("Traceback (most recent call last):")
+    if start < 0:
+        return None
+    lines = text[start:].splitlines()
+    kept = [lines[0]]
+    is_kept = True
+    for line in lines[1:]:
+        frame = _FRAME.match(line)
+        if frame:
+            is_kept = not re.search(r"/(pyspark|penstock)/|pyspark\.zip", frame["file"])
+        elif not line.startswith(" "):
+            kept.append(line)
+            break
+        if is_kept:
+            kept.append(line)
+    return "\n".join(kept)

@@ -1,0 +1,115 @@
+"""Options of `format("penstock")`: what they are, and what is wrong with them."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from typing import Literal, cast
+
+import msgspec
+
+from penstock.errors import UsageError
+from penstock.log import OptionValue
+from penstock.log.api import Log, Start
+from penstock.log.quantities import parse_bytes
+from penstock.log.read import start_offset
+
+OnGone = Literal["fail", "earliest", "latest"]
+_NAMES = {
+    "log", "stream", "start", "end", "batch_rows", "batch_bytes", "split_rows", "on_gone",
+    "columns", "changes", "wait_ms", "producer", "path",
+}  # fmt: skip
+_OF_SPARK = ("checkpointlocation", "queryname")
+SPLIT_ROWS = 262_144
+BATCH_ROWS = 4_194_304
+
+
+class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a read or write, checked.
+
+    `start` and `end`: earliest, latest, an offset of every partition, a JSON object of offsets
+    by partition, or a time (ISO 8601, of append). `on_gone`: what to do where retention was
+    faster than the reader. `changes` reads a table's changelog instead of its entries.
+    """
+
+    log: str
+    stream: str
+    start: str = "earliest"
+    end: str = "latest"
+    batch_rows: int | None = None
+    batch_bytes: int | None = None
+    split_rows: int = SPLIT_ROWS
+    on_gone: OnGone = "fail"
+    columns: tuple[str, ...] | None = None
+    changes: bool = False
+    wait_ms: int = 0
+    producer: str | None = None
+    log_options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def for_log(self) -> dict[str, OptionValue]:
+        return dict(self.log_options)
+
+
+def parse(options: Mapping[str, str]) -> SourceOptions:
+    """Raises `UsageError` for an option that is missing, unknown or wrong.
+
+    Options that begin with `log.` are options of the log: `log.event_bytes_max`.
+    """
+    given = dict(options)
+    of_log = {k[4:]: given.pop(k) for k in list(given) if k.startswith("log.")}
+    for name in [name for name in given if name.lower() in _OF_SPARK]:
+        del given[name]
+    unknown = sorted(set(given) - _NAMES)
+    if unknown:
+        raise UsageError(
+            f"format('penstock') has no option {unknown[0]!r}; it has {', '.join(sorted(_NAMES))}"
+        )
+    stream = given.pop("path", None) or given.get("stream")
+    if not stream:
+        raise UsageError("format('penstock') needs the option stream: .option('stream', 'orders')")
+    values: dict[str, object] = {"log": "penstock.db", **given, "stream": stream}
+    if "columns" in given:
+        values["columns"] = [name.strip() for name in given["columns"].split(",")]
+    if "batch_bytes" in given:
+        values["batch_bytes"] = parse_bytes(given["batch_bytes"])
+    values["log_options"] = sorted(of_log.items())
+    try:
+        made = msgspec.convert(values, SourceOptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"an option of format('penstock') is wrong: {error}") from None
+    for name in ("batch_rows", "batch_bytes", "split_rows"):
+        value = getattr(made, name)
+        if value is not None and value < 1:
+            raise UsageError(f"the option {name} is {value}; it must be positive")
+    return made
+
+
+def offsets_of(log: Log, stream: str, text: str, what: str) -> dict[int, int]:
+    """The offset by partition that `text` means now."""
+    partitions = range(log.stream(stream).partitions)
+    if text.startswith("{"):
+        found = _given(text, what)
+        rest: Start = "latest" if what == "end" else "earliest"
+        return {p: found.get(p, start_offset(log, stream, p, rest)) for p in partitions}
+    start: Start = cast(Start, text)
+    if text.isdigit():
+        start = int(text)
+    elif text not in ("earliest", "latest"):
+        try:
+            time = start = dt.datetime.fromisoformat(text)
+        except ValueError:
+            raise UsageError(
+                f"the option {what} is {text!r}; it is earliest, latest, an offset, a JSON object "
+                "of offsets by partition, or a time such as 2026-01-31T12:00:00+00:00"
+            ) from None
+        if time.tzinfo is None:
+            raise UsageError(f"the time {text!r} of the option {what} has no time zone: add +00:00")
+    return {p: start_offset(log, stream, p, start) for p in partitions}
+
+
+def _given(text: str, what: str) -> dict[int, int]:
+    try:
+        return msgspec.json.decode(text, type=dict[int, int])
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"the option {what} is not a JSON object of offsets: {error}") from None

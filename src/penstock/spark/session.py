@@ -1,0 +1,89 @@
+"""The Spark session that apps run in: quiet, local unless told otherwise."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pyspark import SparkConf, SparkContext
+from pyspark.errors import PySparkRuntimeError
+from pyspark.java_gateway import launch_gateway
+from pyspark.sql import SparkSession
+
+from penstock.errors import LogError
+from penstock.spark.source import PenstockSource
+
+_LOG4J = Path(__file__).with_name("log4j2.properties")
+_SETTINGS = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.scheduler.mode": "FAIR",
+    "spark.speculation": "false",
+    "spark.python.daemon.module": "penstock.spark.daemon",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+    # A socket of the file system has no delayed acknowledgements: 40 ms less for each task.
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.sql.streaming.pollingDelay": "20ms",
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing"
+        ".FileSystemBasedCheckpointFileManager"
+    ),
+    "spark.sql.streaming.numRecentProgressUpdates": "5",
+    "spark.sql.streaming.stopTimeout": "20s",
+}
+
+
+def open_session(
+    master: str = "local[*]",
+    name: str = "penstock",
+    settings: Mapping[str, str] | None = None,
+    noise: Path | None = None,
+) -> SparkSession:
+    """A session with what Penstock needs; `settings` are Spark's own and go before ours.
+
+    What Spark and its workers print goes to the file `noise`, or nowhere. Where the process
+    has a session already, that one is given.
+    """
+    running = SparkSession.getActiveSession()
+    if running is None:
+        running = _start(master, name, settings or {}, noise)
+    running.dataSource.register(PenstockSource)
+    return running
+
+
+def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | None) -> SparkSession:
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    # Workers must find what the driver can import: the user's modules.
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    conf = SparkConf()
+    chosen = {
+        **_SETTINGS,
+        "spark.master": master,
+        "spark.app.name": name,
+        "spark.sql.shuffle.partitions": str(os.cpu_count() or 2),
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        **settings,
+    }
+    for key, value in chosen.items():
+        conf.set(key, value)
+    target = noise or Path(os.devnull)
+    with target.open("ab") as out:
+        try:
+            gateway = launch_gateway(conf, {"stdout": out, "stderr": out})
+        except PySparkRuntimeError as error:
+            raise LogError(_why_not(noise)) from error
+    return SparkSession(SparkContext(conf=conf, gateway=gateway))
+
+
+def _why_not(noise: Path | None) -> str:
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        return "Spark does not start: there is no Java; install Java 17 and try again"
+    said = "" if noise is None else f": see {noise}"
+    return f"Spark does not start{said}; `penstock doctor` says what is missing"

@@ -1,0 +1,86 @@
+"""Sending an agent to workers the way Spark sends functions, records included.
+
+What workers can import goes by name. The rest, such as what a script or a test defines, goes
+by value; Spark's pickler cannot take a record class apart that way, so this one does.
+"""
+
+from __future__ import annotations
+
+import io
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from pyspark import cloudpickle
+
+from penstock.app.task import Work
+from penstock.records.schema import Record, schema_of
+
+_OWN = (types.FunctionType, property, classmethod, staticmethod)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, type) and issubclass(obj, Record) and _goes_by_value(obj):
+            return _remade, _parts(obj)
+        return super().reducer_override(obj)
+
+
+def _goes_by_value(record: type[Record]) -> bool:
+    if record is Record:
+        return False
+    return not cloudpickle.cloudpickle._should_pickle_by_reference(record)
+
+
+def _parts(record: type[Record]) -> tuple[object, ...]:
+    schema_of(record)  # so that its annotations are types, not names of types
+    fields = []
+    for info in msgspec.structs.fields(record):
+        if info.default is not msgspec.NODEFAULT:
+            fields.append((info.name, info.type, info.default))
+        elif info.default_factory is not msgspec.NODEFAULT:
+            made = msgspec.field(default_factory=info.default_factory)
+            fields.append((info.name, info.type, made))
+        else:
+            fields.append((info.name, info.type))  # type: ignore[arg-type]
+    names = {f.name: f.encode_name for f in msgspec.structs.fields(record)}
+    own = {
+        name: value
+        for part in reversed(record.__mro__)
+        if issubclass(part, Record) and part is not Record
+        for name, value in part.__dict__.items()
+        if isinstance(value, _OWN)
+    }
+    config = record.__struct_config__
+    return record.__name__, record.__module__, fields, names, own, config.frozen
+
+
+def _remade(
+    name: str,
+    module: str,
+    fields: list[Any],
+    names: dict[str, str],
+    own: dict[str, Any],
+    frozen: bool,
+) -> type[msgspec.Struct]:
+    required = [field for field in fields if len(field) == 2]
+    optional = [field for field in fields if len(field) > 2]
+    is_ordered = fields == required + optional
+    return msgspec.defstruct(
+        name, fields, bases=(Record,), namespace=own, module=module, rename=names, frozen=frozen,
+        kw_only=not is_ordered,
+    )  # fmt: skip
+
+
+def pack(works: Sequence[Work]) -> bytes:
+    """The works, ready to be sent."""
+    out = io.BytesIO()
+    _Pickler(out).dump(list(works))
+    return out.getvalue()
+
+
+def unpack(program: bytes) -> Sequence[Work]:
+    """The works again, in a worker."""
+    works: Sequence[Work] = cloudpickle.loads(program)
+    return works

@@ -1,0 +1,178 @@
+"""Writing with `format("penstock")`: tasks stage, the driver commits; the first commit wins."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+
+from penstock.errors import PlanChangedError, SequenceError, UsageError
+from penstock.log import open_log
+from penstock.log.api import Commit, Holder, Log, Piece
+from penstock.log.compose import Composer
+from penstock.records.event import DELETED
+from penstock.spark.options import SourceOptions
+from penstock.spark.worker import worker_log
+
+#: columns of a stream that was read which mean nothing where it is written
+_OF_THE_READER = ("_partition", "_offset", "_id", "_type", "_source")
+PIECES = msgspec.msgpack.Decoder(list[Piece])
+
+
+@dataclass
+class Staged(WriterCommitMessage):
+    """What a task staged; `query` is the id that Spark keeps in the query's checkpoint."""
+
+    pieces: bytes
+    holder: bytes
+    query: str = ""
+
+
+def stage_batches(
+    log: Log,
+    holder: Holder,
+    sequence: int,
+    stream: str,
+    batches: Iterator[pa.RecordBatch],
+    source: str,
+) -> list[Piece]:
+    """Stage columns of a DataFrame for a commit; raises what is wrong with them."""
+    composer = Composer(source, log.limits)
+    found = log.stream(stream)
+    pieces = []
+    for batch in batches:
+        if batch.num_rows:
+            part = composer.arrow_part(found, writable(batch, found.spec.key is not None))
+            pieces.append(log.stage(holder, sequence, part))
+    return pieces
+
+
+def writable(batch: pa.RecordBatch, has_key: bool) -> pa.RecordBatch:
+    """The columns that a writer gives: without those that belong to the stream read."""
+    dropped = set(_OF_THE_READER)
+    if has_key and DELETED not in batch.schema.names:
+        dropped.add("_key")
+    names = [name for name in batch.schema.names if name not in dropped]
+    return batch if len(names) == batch.num_columns else batch.select(names)
+
+
+def _sink_log(options: SourceOptions) -> Log:
+    return open_log(options.log, create=False, **{"upkeep_interval_ms": 0, **options.for_log})
+
+
+class BatchWriter(DataSourceArrowWriter):
+    """`df.write`: everything becomes visible at once, or nothing."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        name = options.producer or f"spark-{secrets.token_hex(8)}"
+        with _sink_log(options) as log:
+            log.stream(options.stream)
+            self._holder = log.hold(name, ephemeral=options.producer is None)
+            last = log.last_commit(name)
+        self._sequence = 0 if last is None else last.sequence + 1
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        log = worker_log(self._options.log, self._options.for_log)
+        pieces = stage_batches(
+            log, self._holder, self._sequence, self._options.stream, iterator,
+            self._holder.producer,
+        )  # fmt: skip
+        return Staged(msgspec.msgpack.encode(pieces), msgspec.msgpack.encode(self._holder))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        pieces = _all_pieces(messages)
+        with _sink_log(self._options) as log:
+            log.commit(self._holder, self._sequence, Commit(pieces=pieces))
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Nothing was visible, and what was staged is swept."""
+
+
+class StreamWriter(DataSourceStreamArrowWriter):
+    """`df.writeStream`: each micro-batch is one commit, named after its number.
+
+    The option `producer` names the writer for good. A batch that Spark runs again finds itself
+    committed and changes nothing; a query with another checkpoint is refused, since its batch
+    numbers mean other batches.
+    """
+
+    def __init__(self, options: SourceOptions) -> None:
+        if not options.producer:
+            raise UsageError(
+                "a streaming write needs the option producer: a name for this query that stays "
+                "the same when it is started again"
+            )
+        self._options = options
+        self._producer = options.producer
+        self._holder: Holder | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        # Spark makes one writer in each process of the driver side, and sends to the tasks the
+        # one that it plans with. That moment decides who writes: an older run is fenced here.
+        # The writer that commits is told by the tasks whose pieces they are.
+        if self._holder is None:
+            with _sink_log(self._options) as log:
+                log.stream(self._options.stream)
+                self._holder = log.hold(self._producer)
+        return dict(self.__dict__)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        context = TaskContext.get()
+        assert context is not None  # noqa: S101  Spark calls this in a task
+        sequence = int(context.getLocalProperty("streaming.sql.batchId") or 0)
+        query = context.getLocalProperty("sql.streaming.queryId") or ""
+        holder = self._holder
+        assert holder is not None  # noqa: S101  a task's writer came from a pickle
+        log = worker_log(self._options.log, self._options.for_log)
+        check_checkpoint(log, self._producer, query)
+        try:
+            pieces = stage_batches(
+                log, holder, sequence, self._options.stream, iterator, self._producer
+            )
+        except SequenceError:
+            pieces = []  # committed by an earlier run; the driver will find the same
+        return Staged(msgspec.msgpack.encode(pieces), msgspec.msgpack.encode(holder), query)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        first = next((m for m in messages if isinstance(m, Staged)), None)
+        if first is None:
+            return  # no task, so nothing to make visible
+        holder = msgspec.msgpack.decode(first.holder, type=Holder)
+        with _sink_log(self._options) as log:
+            last = log.last_commit(self._producer)
+            if last is not None and last.sequence >= batchId:
+                return
+            progress = {checkpoint_key(self._producer): first.query.encode()}
+            log.commit(holder, batchId, Commit(pieces=_all_pieces(messages), progress=progress))
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Nothing was visible, and what was staged is swept."""
+
+
+def checkpoint_key(producer: str) -> str:
+    """Where the log notes which checkpoint a producer's batch numbers belong to."""
+    return f"checkpoint/{producer}"
+
+
+def check_checkpoint(log: Log, producer: str, query: str) -> None:
+    known = log.progress(checkpoint_key(producer))
+    if known is not None and known.decode() != query:
+        raise PlanChangedError(
+            f"the producer {producer} has written batches of another checkpoint: start the query "
+            "with the checkpoint it had, or write under another producer name from now on"
+        )
+
+
+def _all_pieces(messages: Sequence[WriterCommitMessage | None]) -> list[Piece]:
+    found = [PIECES.decode(m.pieces) for m in messages if isinstance(m, Staged)]
+    return [piece for pieces in found for piece in pieces]

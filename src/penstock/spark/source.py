@@ -1,0 +1,333 @@
+"""`format("penstock")`: streams and tables as an ordinary data source of Spark.
+
+    spark.dataSource.register(PenstockSource)
+    spark.read.format("penstock").option("log", "penstock.db").load("orders")
+
+`session` registers it by itself. Spark calls these classes by PySpark's own parameter names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    InputPartition,
+)
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from penstock.errors import OffsetGoneError, UsageError
+from penstock.log import open_log
+from penstock.log.api import Log, Offsets
+from penstock.log.objects import Stream
+from penstock.log.table import unpacker
+from penstock.records.arrow import codec_of_schema
+from penstock.records.event import DATA, DELETED, ENVELOPE
+from penstock.records.schema import Record
+from penstock.spark import options as source_options
+from penstock.spark.columns import exchanged, for_spark, spark_schema, stream_columns
+from penstock.spark.options import SourceOptions, offsets_of
+from penstock.spark.sink import BatchWriter, StreamWriter
+from penstock.spark.worker import worker_log
+
+
+class RangePartition(InputPartition):
+    """Offsets of one partition that one task reads."""
+
+    def __init__(self, partition: int, start: int, end: int) -> None:
+        self.partition = partition
+        self.start = start
+        self.end = end
+
+
+class PenstockSource(DataSource):
+    """Made by Spark, in a process of its own, for each read or write."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "penstock"
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(options)
+        self._options = source_options.parse({k: str(v) for k, v in options.items()})
+
+    def schema(self) -> StructType:
+        options = self._options
+        with open_log(options.log, create=False, **options.for_log) as log:
+            columns = _offered(log.stream(options.stream), options)
+        return spark_schema(columns)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        with open_log(self._options.log, create=False, **self._options.for_log) as log:
+            is_table = log.stream(self._options.stream).spec.table
+        if is_table and not self._options.changes:
+            return SnapshotReader(self._options, schema)
+        return BatchReader(self._options, schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        return StreamReader(self._options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        del schema
+        if overwrite:
+            raise UsageError("a stream is only ever appended to: use mode('append')")
+        return BatchWriter(self._options)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
+        del schema
+        if overwrite:
+            raise UsageError("a stream is only ever appended to: use outputMode append or update")
+        return StreamWriter(self._options)
+
+
+def _offered(stream: Stream, options: SourceOptions) -> pa.Schema:
+    columns = stream_columns(stream)
+    if options.columns is None:
+        return columns
+    missing = [name for name in options.columns if name not in columns.names]
+    if missing:
+        raise UsageError(
+            f"stream {stream.name} has no column {missing[0]!r}; it has {', '.join(columns.names)}"
+        )
+    return pa.schema([columns.field(name) for name in options.columns])
+
+
+def splits(
+    start: Mapping[int, int], end: Mapping[int, int], split_rows: int
+) -> list[RangePartition]:
+    """What tasks read between two sets of offsets: a function of the offsets alone."""
+    made = []
+    for partition in sorted(end):
+        at = start.get(partition, 0)
+        while at < end[partition]:
+            stop = min(end[partition], (at // split_rows + 1) * split_rows)
+            made.append(RangePartition(partition, at, stop))
+            at = stop
+    return made
+
+
+class _RangeReader:
+    """Reads a range in a task: batches of Arrow, as they are stored."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, RangePartition)  # noqa: S101  as made by `splits`
+        wanted = exchanged(self._schema)
+        log = worker_log(self._options.log, self._options.for_log)
+        start, end = partition.start, partition.end
+        while start < end:
+            try:
+                for batch in log.read(self._options.stream, partition.partition, start, end):
+                    yield for_spark(batch, wanted)
+                return
+            except OffsetGoneError as gone:
+                if self._options.on_gone == "fail":
+                    raise
+                start = end if self._options.on_gone == "latest" else gone.earliest
+
+    def _open(self) -> Log:
+        return open_log(
+            self._options.log, create=False, **{"upkeep_interval_ms": 0, **self._options.for_log}
+        )
+
+    def _checked_start(self, log: Log, start: Mapping[int, int]) -> dict[int, int]:
+        """The start, where it is still there; else what `on_gone` says."""
+        made = {}
+        for partition, offsets in log.offsets(self._options.stream).items():
+            at = start.get(partition, offsets.first)
+            made[partition] = at if at >= offsets.first else self._instead(partition, at, offsets)
+        return made
+
+    def _instead(self, partition: int, at: int, offsets: Offsets) -> int:
+        if self._options.on_gone == "fail":
+            raise OffsetGoneError(
+                f"stream {self._options.stream}, partition {partition}: offset {at} was removed "
+                f"by retention; the earliest there is {offsets.first}: set the option on_gone to "
+                "earliest or latest to go on there",
+                offsets.first,
+            )
+        return offsets.first if self._options.on_gone == "earliest" else offsets.next
+
+
+class BatchReader(_RangeReader, DataSourceReader):
+    """`spark.read`: from start to end, both fixed when the query is planned."""
+
+    def partitions(self) -> Sequence[InputPartition]:
+        options = self._options
+        with self._open() as log:
+            start = offsets_of(log, options.stream, options.start, "start")
+            end = offsets_of(log, options.stream, options.end, "end")
+            known = {p: o.next for p, o in log.offsets(options.stream).items()}
+            bound = {p: min(offset, known[p]) for p, offset in end.items()}
+            return splits(self._checked_start(log, start), bound, options.split_rows)
+
+
+class SnapshotReader(DataSourceReader):
+    """`spark.read` of a table: its entries, all of one moment, read in one transaction."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> Sequence[InputPartition]:
+        return [InputPartition(0)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        del partition
+        wanted = exchanged(self._schema)
+        log = worker_log(self._options.log, self._options.for_log)
+        stream = log.stream(self._options.stream)
+        unpack = unpacker(stream)
+        for entries in log.snapshot(self._options.stream):
+            values = [unpack(entry.value) for entry in entries]
+            yield entry_columns(stream, entries, values, wanted)
+
+
+def entry_columns(
+    stream: Stream, entries: Sequence[Any], values: Sequence[Any], wanted: pa.Schema
+) -> pa.RecordBatch:
+    """Entries as rows: data, key, place; the rest of the envelope is their events'."""
+    columns: dict[str, pa.Array] = {
+        "_key": pa.array([entry.key for entry in entries], pa.binary()),
+        "_partition": pa.array([entry.partition for entry in entries], pa.int32()),
+        "_offset": pa.array([entry.offset for entry in entries], pa.int64()),
+    }
+    if stream.spec.entries != "value":
+        lists = [sorted(v, key=repr) if isinstance(v, set) else v for v in values]
+        columns["values"] = pa.array(lists, wanted.field("values").type)
+        columns["action"] = pa.array(["set"] * len(lists), pa.string())
+    elif stream.record is not None:
+        records: list[Record | None] = list(values)
+        data = codec_of_schema(stream.record).to_arrow(records)
+        columns.update({name: data.column(name) for name in data.schema.names})
+    else:
+        columns[DATA] = pa.array([entry.value for entry in entries], pa.binary())
+        if stream.spec.content == "json":
+            columns[DATA] = columns[DATA].cast(pa.string())
+    arrays = []
+    for field in wanted:
+        column = columns.get(field.name)
+        if column is None:
+            column = _absent(field, len(entries))
+        arrays.append(column if column.type.equals(field.type) else column.cast(field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=wanted)
+
+
+def _absent(field: pa.Field, rows: int) -> pa.Array:
+    if field.name == DELETED:
+        return pa.repeat(pa.scalar(False), rows)
+    if field.name in ENVELOPE.names and not field.nullable:
+        empty = "" if pa.types.is_string(field.type) else 0
+        return pa.repeat(pa.scalar(empty, pa.string() if empty == "" else pa.int64()), rows)
+    return pa.nulls(rows, field.type)
+
+
+class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """`spark.readStream`: micro-batches of at most so many rows or bytes."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._log: Log | None = None
+        self._target: dict[int, int] | None = None
+        self._row_bytes: float | None = None
+
+    def _held(self) -> Log:
+        if self._log is None:
+            self._log = self._open()
+        return self._log
+
+    def initialOffset(self) -> dict[str, int]:
+        return _told(offsets_of(self._held(), self._options.stream, self._options.start, "start"))
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        options = self._options
+        if options.batch_rows is None and options.batch_bytes is None:
+            return ReadMaxRows(source_options.BATCH_ROWS)
+        limits = [options.batch_rows] if options.batch_rows is not None else []
+        if options.batch_bytes is not None:
+            limits.append(max(1, int(options.batch_bytes / self._bytes_of_a_row())))
+        return ReadMaxRows(min(limits))
+
+    def _bytes_of_a_row(self) -> float:
+        """About how large a row is, judged by the first batch there is."""
+        if self._row_bytes is None:
+            log, stream = self._held(), self._options.stream
+            for partition, offsets in log.offsets(stream).items():
+                first = next(log.read(stream, partition, offsets.first), None)
+                if first is not None:
+                    self._row_bytes = max(1.0, first.data().nbytes / len(first))
+                    break
+        return self._row_bytes or 100.0
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = self._ends()
+
+    def _ends(self) -> dict[int, int]:
+        return {p: o.next for p, o in self._held().offsets(self._options.stream).items()}
+
+    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
+        """How far the next batch may go. With `wait_ms`, waits that long for something new."""
+        at = {int(p): offset for p, offset in start.items()}
+        log, stream = self._held(), self._options.stream
+        if self._options.wait_ms and self._target is None:
+            positions = {p: at.get(p, 0) for p in range(log.stream(stream).partitions)}
+            log.wait(stream, positions, self._options.wait_ms / 1000)
+        ends = self._target if self._target is not None else self._ends()
+        rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        if not isinstance(limit, ReadMaxRows | ReadAllAvailable):
+            raise UsageError(f"the limit {limit!r} is not one that streams can keep")
+        return _told(bounded(at, ends, rows))
+
+    def reportLatestOffset(self) -> dict[str, int]:
+        return _told(self._ends())
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
+        first = self._checked_start(self._held(), {int(p): o for p, o in start.items()})
+        last = {int(p): o for p, o in end.items()}
+        return splits(first, last, self._options.split_rows)
+
+    def commit(self, end: dict[str, int]) -> None:
+        """Nothing to do: events stay until retention removes them."""
+
+    def stop(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def __getstate__(self) -> dict[str, object]:
+        # Travels to the tasks, which open a log of their own.
+        return {**self.__dict__, "_log": None}
+
+
+def _told(offsets: Mapping[int, int]) -> dict[str, int]:
+    return {str(partition): offset for partition, offset in sorted(offsets.items())}
+
+
+def bounded(
+    start: Mapping[int, int], end: Mapping[int, int], rows_max: int | None
+) -> dict[int, int]:
+    """As far towards `end` as `rows_max` rows go, each partition getting a fair share."""
+    at = {p: start.get(p, 0) for p in end}
+    waiting = {p: max(0, end[p] - at[p]) for p in end}
+    if rows_max is None or sum(waiting.values()) <= rows_max:
+        return {p: max(end[p], at[p]) for p in end}
+    left = rows_max
+    ordered = sorted(waiting, key=lambda p: waiting[p])
+    for index, partition in enumerate(ordered):
+        share = min(waiting[partition], left // (len(ordered) - index))
+        at[partition] += share
+        left -= share
+    return at
