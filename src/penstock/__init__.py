@@ -16,6 +16,21 @@
 The names below are the public API; docs/log.md is the place to start.
 """
 
+from penstock.app import (
+    App,
+    AppStream,
+    AppTable,
+    Channel,
+    Context,
+    Emit,
+    Entry,
+    TableView,
+    WindowedEntry,
+    hopping,
+    session,
+    tumbling,
+    window_key,
+)
 from penstock.errors import PenstockError
 from penstock.log import open_log as open  # noqa: A004  penstock.open reads as it should
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Limits, Log, Pin
@@ -41,15 +56,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlterStream",
+    "App",
+    "AppStream",
+    "AppTable",
     "Batch",
+    "Channel",
     "Commit",
     "CommitOptions",
     "Committed",
+    "Context",
     "CreateNamespace",
     "CreateStream",
     "Digits",
     "DropNamespace",
     "DropStream",
+    "Emit",
+    "Entry",
     "Event",
     "GrowStream",
     "Holder",
@@ -65,10 +87,16 @@ __all__ = [
     "Stream",
     "StreamSpec",
     "Table",
+    "TableView",
     "Transaction",
+    "WindowedEntry",
     "declare",
+    "hopping",
     "open",
     "read_batches",
     "read_changes",
     "read_events",
+    "session",
+    "tumbling",
+    "window_key",
 ]

@@ -87,7 +87,9 @@ def _hints(function: Callable[..., object]) -> dict[str, object]:
     for name, hint in getattr(function, "__annotations__", {}).items():
         try:
             single = typing.cast(typing.Any, type("hint", (), {"__annotations__": {name: hint}}))
-            found.update(typing.get_type_hints(single, function.__globals__, scope))
+            found.update(
+                typing.get_type_hints(single, function.__globals__, scope, include_extras=True)
+            )
         except (NameError, AttributeError):
             continue
     return found

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 import penstock
-from penstock.cli import events, objects, upkeep
+from penstock.cli import apps, events, objects, upkeep
 from penstock.cli.options import LogOption, Settings
 from penstock.cli.output import OutputClosedError
 from penstock.errors import PenstockError, UsageError
@@ -44,6 +44,7 @@ The log is `penstock.db` here, or what `--log` or `PENSTOCK_LOG` names.
 )
 objects.register(app)
 events.register(app)
+apps.register(app)
 upkeep.register(app)
 
 

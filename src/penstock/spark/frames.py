@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pyarrow as pa
+from pyspark import TaskContext
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
@@ -15,11 +18,11 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 from penstock.app.definitions import Definition, Derivation, StreamJoin
 from penstock.app.streams import AppStream
 from penstock.app.tables import AppTable
-from penstock.app.task import BatchOrder, Outcome, Range, this_worker
+from penstock.app.task import BatchOrder, Outcome, this_worker
 from penstock.app.windows import Windows
-from penstock.errors import AppError
+from penstock.errors import AppError, UsageError
 from penstock.log import OptionValue
-from penstock.log.api import Holder, Log, Pin
+from penstock.log.api import Log
 from penstock.log.objects import Stream, StreamSpec
 from penstock.log.table import unpacker
 from penstock.records.event import DELETED
@@ -29,6 +32,7 @@ from penstock.spark.source import entry_columns
 from penstock.spark.worker import worker_log
 
 Options = Mapping[str, OptionValue]
+ORDER = "penstock.order"
 _STAGED = StructType([StructField("outcome", BinaryType())])
 #: nodes of Spark's plans that keep something from one batch to the next
 STATEFUL = (
@@ -39,37 +43,39 @@ STATEFUL = (
 )  # fmt: skip
 
 
-def read_ranges(
-    spark: SparkSession, url: str, options: Options, ranges: Sequence[Range], columns: pa.Schema
+def read_stream(
+    spark: SparkSession, url: str, options: Options, stream: str, columns: pa.Schema, tasks: int
 ) -> DataFrame:
-    """Events as a DataFrame of these columns, one task for each range."""
+    """The events of the batch that runs, as a DataFrame of these columns.
+
+    Which batch that is, tasks are told with `ordered`; so the DataFrame stays the same.
+    """
     schema = spark_schema(columns)
-    if not ranges:
-        return spark.createDataFrame([], schema)
-    places = [tuple(range_) for range_ in ranges]
 
     def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         wanted = exchanged(schema)
         log = worker_log(url, options)
-        for batch in numbers:
-            for number in batch.column(0).to_pylist():
-                for found in log.read(*places[number]):
-                    yield for_spark(found, wanted)
+        order = current_order()
+        mine = [number for batch in numbers for number in batch.column(0).to_pylist()]
+        for split in order.splits:
+            for range_ in split.ranges if split.number % tasks in mine else ():
+                if range_.stream == stream:
+                    for found in log.read(*range_):
+                        yield for_spark(found, wanted)
 
-    count = len(places)
-    return spark.range(0, count, 1, count).mapInArrow(read, schema)
+    return spark.range(0, tasks, 1, tasks).mapInArrow(read, schema)
 
 
 def read_table(
-    spark: SparkSession, url: str, options: Options, table: str, pin: Pin, columns: pa.Schema
+    spark: SparkSession, url: str, options: Options, table: str, columns: pa.Schema
 ) -> DataFrame:
-    """The entries of a table at a pinned moment as a DataFrame."""
+    """The entries of a table at the moment that the batch pins, as a DataFrame."""
     schema = spark_schema(columns)
 
     def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         wanted = exchanged(schema)
         log = worker_log(url, options)
-        stream = log.stream(table)
+        stream, pin = log.stream(table), current_order().pin
         unpack = unpacker(stream)
         for _ in numbers:
             after: bytes | None = None
@@ -82,19 +88,45 @@ def read_table(
 
 
 def stage_frame(
-    frame: DataFrame, url: str, options: Options, holder: Holder, sequence: int, stream: str,
-    source: str,
-) -> DataFrame:  # fmt: skip
+    frame: DataFrame, url: str, options: Options, stream: str, source: str
+) -> DataFrame:
     """A DataFrame that, when collected, has staged its rows: one outcome for each task."""
 
     def stage(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        pieces = stage_batches(worker_log(url, options), holder, sequence, stream, batches, source)
+        order = current_order()
+        log = worker_log(url, options)
+        pieces = stage_batches(log, order.holder, order.sequence, stream, batches, source)
         rows = sum(piece.rows for piece in pieces)
         outcome = Outcome(pieces=tuple(pieces), rows_out=rows, worker=this_worker())
         packed = pa.array([msgspec.msgpack.encode(outcome)], pa.binary())
         yield pa.RecordBatch.from_arrays([packed], names=["outcome"])
 
     return frame.mapInArrow(stage, _STAGED)
+
+
+@contextlib.contextmanager
+def ordered(spark: SparkSession, order: BatchOrder) -> Iterator[None]:
+    """Tell the tasks that this thread starts which batch they run."""
+    context = spark.sparkContext
+    context.setLocalProperty(ORDER, msgspec.json.encode(order).decode())
+    try:
+        yield
+    finally:
+        context.setLocalProperty(ORDER, None)  # type: ignore[arg-type]
+
+
+def current_order() -> BatchOrder:
+    """In a task: the batch that it belongs to."""
+    context = TaskContext.get()
+    text = None if context is None else context.getLocalProperty(ORDER)
+    if text is None:
+        raise UsageError("a DataFrame of an app is run by its query alone, not by collect or show")
+    return _order(text)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(text: str) -> BatchOrder:
+    return msgspec.json.decode(text, type=BatchOrder)
 
 
 def collect_staged(frame: DataFrame) -> list[Outcome]:
@@ -131,11 +163,12 @@ class Shape:
         self.output = output_spec(definition, result.schema, self._found)
         self.result_columns = result.columns
         self.plan = stateful_plan(nodes) if self.is_stateful else ""
+        self.is_deterministic = bool(plan.deterministic())
         self._prune(self.prepared(result), sample)
 
     def _sample(self, spark: SparkSession, name: str) -> DataFrame:
         # Never run: it is there to be looked at.
-        return read_ranges(spark, "", {}, [Range(name, 0, 0, 0)], self.columns[name])
+        return read_stream(spark, "", {}, name, self.columns[name], 1)
 
     def applied(self, frames: Mapping[str, DataFrame]) -> DataFrame:
         """What the definition makes of its inputs."""
@@ -177,9 +210,6 @@ class Shape:
         for name, frame in sample.items():
             output = _items(frame._jdf.queryExecution().analyzed().output())
             kept = [str(a.name()) for a in output if _expression_id(a) in used]
-            time = next((s.time for s in self.streams if s.name == name and s.watermark_us), None)
-            if time and time not in kept:
-                kept.append(time)
             if not kept:
                 kept = ["_offset"]
             columns = self.columns[name]
@@ -309,7 +339,11 @@ def _key_text(kind: object, name: str) -> Column:
 
 
 class FrameExecutor:
-    """Runs a definition without state as one Spark job per batch: read, transform, stage."""
+    """Runs a definition without state as one Spark job per batch: read, transform, stage.
+
+    The function is called once, and its plan used for every batch, unless it has something
+    random in it: Spark chooses seeds when it looks at a function, so it must look again.
+    """
 
     def __init__(
         self, spark: SparkSession, url: str, options: Options, app: str, shape: Shape
@@ -319,29 +353,35 @@ class FrameExecutor:
         self._options = dict(options)
         self._shape = shape
         self._source = f"{app}.{shape.definition.name}"
+        self._tasks = spark.sparkContext.defaultParallelism
+        self._plan: DataFrame | None = None
 
     def run(self, batch: BatchOrder) -> list[Outcome]:
+        plan = self._plan if self._plan is not None else self._staged()
+        if self._shape.is_deterministic:
+            self._plan = plan
+        with ordered(self._spark, batch):
+            # A new DataFrame of the same plan: shuffles of the last batch are not taken for this.
+            outcomes = collect_staged(plan.select("outcome"))
+        rows = sum(range_.end - range_.start for split in batch.splits for range_ in split.ranges)
+        return [*outcomes, Outcome(rows_in=rows)]
+
+    def _staged(self) -> DataFrame:
         shape = self._shape
-        ranges = [range_ for split in batch.splits for range_ in split.ranges]
-        frames: dict[str, DataFrame] = {}
-        for stream in shape.streams:
-            mine = [r for r in ranges if r.stream == stream.name]
-            frames[stream.name] = read_ranges(
-                self._spark, self._url, self._options, mine, shape.columns[stream.name]
+        frames = {
+            stream.name: read_stream(
+                self._spark, self._url, self._options, stream.name, shape.columns[stream.name],
+                self._tasks,
             )
+            for stream in shape.streams
+        }  # fmt: skip
         for table in shape.tables:
-            assert batch.pin is not None  # noqa: S101  a query that reads tables pins them
+            columns = shape.columns[table.name]
             frames[table.name] = read_table(
-                self._spark, self._url, self._options, table.name, batch.pin,
-                shape.columns[table.name],
-            )  # fmt: skip
+                self._spark, self._url, self._options, table.name, columns
+            )
         result = shape.prepared(shape.applied(frames))
-        staged = stage_frame(
-            result, self._url, self._options, batch.holder, batch.sequence, shape.output.name,
-            self._source,
-        )  # fmt: skip
-        outcomes = collect_staged(staged)
-        return [*outcomes, Outcome(rows_in=sum(r.end - r.start for r in ranges))]
+        return stage_frame(result, self._url, self._options, shape.output.name, self._source)
 
     def close(self) -> None:
         pass

@@ -20,11 +20,11 @@ from penstock.records.schema import Record, schema_of
 _OWN = (types.FunctionType, property, classmethod, staticmethod)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, type) and issubclass(obj, Record) and _goes_by_value(obj):
             return _remade, _parts(obj)
-        return super().reducer_override(obj)
+        return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
 
 def _goes_by_value(record: type[Record]) -> bool:
@@ -76,7 +76,8 @@ def _remade(
 def pack(works: Sequence[Work]) -> bytes:
     """The works, ready to be sent."""
     out = io.BytesIO()
-    _Pickler(out).dump(list(works))
+    pickler: Any = _Pickler(out)  # type: ignore[no-untyped-call]
+    pickler.dump(list(works))
     return out.getvalue()
 
 

@@ -39,11 +39,19 @@ from penstock.log import OptionValue
 from penstock.log.api import Commit, Committed, Holder, Log
 from penstock.spark.columns import stream_columns
 from penstock.spark.failures import user_failure
-from penstock.spark.frames import Shape, collect_staged, read_ranges, read_table, stage_frame
+from penstock.spark.frames import (
+    Shape,
+    collect_staged,
+    ordered,
+    read_stream,
+    read_table,
+    stage_frame,
+)
 
 MARKER = "penstock.json"
 WAIT_MS = 250
 COMMIT_TRIES = 5
+PIN_S = 600.0
 NOTHING_TO_DO = "Waiting for data to arrive"
 
 
@@ -122,18 +130,19 @@ class StatefulQuery:
             reader = self._spark.readStream.format("penstock").option("log", self._log.url)
             for name, value in self._options.items():
                 reader = reader.option(f"log.{name}", str(value))
-            columns = ",".join(shape.columns[stream.name].names)
-            reader = reader.option("columns", columns).option("wait_ms", WAIT_MS)
+            names = ",".join(shape.columns[stream.name].names)
+            reader = reader.option("columns", names).option("wait_ms", WAIT_MS)
             frame = reader.load(stream.name)
-            if stream.watermark_us is not None and stream.time is not None:
+            # A watermark nobody asks about would only cause batches without data.
+            if stream.watermark_us is not None and stream.time in shape.columns[stream.name].names:
+                assert stream.time is not None  # noqa: S101  a watermark needs a time
                 frame = frame.withWatermark(stream.time, f"{stream.watermark_us} microseconds")
             frames[stream.name] = frame
         for table in shape.tables:
-            pin = self._log.pin(3600.0)
+            columns = shape.columns[table.name]
             frames[table.name] = read_table(
-                self._spark, self._log.url, self._options, table.name, pin,
-                shape.columns[table.name],
-            )  # fmt: skip
+                self._spark, self._log.url, self._options, table.name, columns
+            )
         result = shape.prepared(shape.applied(frames))
         is_table = isinstance(shape.definition.outputs[0], AppTable)
         return (
@@ -167,14 +176,19 @@ class StatefulQuery:
         offsets = read_offsets(self._folder, number, [s.name for s in self._shape.streams])
         last = self._log.last_commit(self.producer)
         if last is not None and last.sequence >= number:
-            frame.write.format("noop").mode("overwrite").save()
+            order = self._order(number, offsets)
+            with ordered(self._spark, order):
+                frame.write.format("noop").mode("overwrite").save()
             return
         order = self._order(number, offsets)
-        staged = self._staged(frame, order, self._shape.output.name)
-        late = self._late(order, offsets, number)
+        staged = self._staged(frame, self._shape.output.name)
+        late = self._late(offsets, number)
         if late is not None:
             staged = staged.union(late)
-        outcomes = collect_staged(staged)
+        with ordered(self._spark, order):
+            outcomes = collect_staged(staged)
+        if order.pin is not None:
+            self._log.unpin(order.pin)
         position = Position(
             producer=self.producer, sequence=number, next=offsets.ends,
             time_us=order.now_us, checkpoint=self._marker.id, plan=self._marker.plan,
@@ -198,15 +212,14 @@ class StatefulQuery:
         return BatchOrder(
             query=self.name, holder=self._holder, sequence=number,
             now_us=time.time_ns() // 1000, splits=(Split(number=0, ranges=tuple(ranges)),),
+            pin=self._log.pin(PIN_S) if self._shape.tables else None,
         )  # fmt: skip
 
-    def _staged(self, frame: DataFrame, order: BatchOrder, stream: str) -> DataFrame:
-        return stage_frame(
-            frame, self._log.url, self._options, order.holder, order.sequence, stream,
-            f"{self._app}.{self.name}",
-        )  # fmt: skip
+    def _staged(self, frame: DataFrame, stream: str) -> DataFrame:
+        source = f"{self._app}.{self.name}"
+        return stage_frame(frame, self._log.url, self._options, stream, source)
 
-    def _late(self, order: BatchOrder, offsets: Offsets, number: int) -> DataFrame | None:
+    def _late(self, offsets: Offsets, number: int) -> DataFrame | None:
         """Events of this batch that came after their window was closed."""
         definition = self._shape.definition
         if not isinstance(definition, Derivation) or definition.late is None:
@@ -217,17 +230,13 @@ class StatefulQuery:
         if before is None or before.watermark_ms == 0:
             return None
         stream = self._shape.streams[0]
-        ranges = [r for r in order.splits[0].ranges if r.stream == stream.name]
         spec = definition.late.spec or self._shape.output
         assert spec.record is not None  # noqa: S101  a late stream is declared with one
-        columns = self._log.stream(stream.name)
-
-        frame = read_ranges(
-            self._spark, self._log.url, self._options, ranges, stream_columns(columns)
-        )
+        columns = stream_columns(self._log.stream(stream.name))
+        frame = read_stream(self._spark, self._log.url, self._options, stream.name, columns, 1)
         is_late = window_end(definition.windows, str(stream.time)) <= before.watermark_ms * 1000
         names = [field.name for field in spec.record.fields]
-        return self._staged(frame.where(is_late).select(names), order, definition.late.name)
+        return self._staged(frame.where(is_late).select(names), definition.late.name)
 
     def _commit(self, order: BatchOrder, outcomes: list[Outcome], position: Position) -> Committed:
         pieces = [piece for outcome in outcomes for piece in outcome.pieces]

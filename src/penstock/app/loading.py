@@ -1,0 +1,66 @@
+"""Finding an app: `shop.py`, `shop.py:app`, `shop` or `shop.apps:app`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from penstock.app.app import App
+from penstock.app.task import user_traceback
+from penstock.errors import AppError, UnknownObjectError
+
+
+def load_app(target: str) -> App:
+    """Import the module that `target` names, and give the app in it.
+
+    Its folder is put on the path, so that it finds its neighbours as it would as a script.
+    """
+    name, _, attribute = target.partition(":")
+    module = _imported(name)
+    if attribute:
+        found = getattr(module, attribute, None)
+        if not isinstance(found, App):
+            raise UnknownObjectError(f"{name} has no app {attribute!r}: {_known(module)}")
+        return found
+    apps = _apps(module)
+    if len(apps) != 1:
+        raise UnknownObjectError(f"{_known(module)}: name one, as {name}:NAME")
+    return next(iter(apps.values()))
+
+
+def _apps(module: ModuleType) -> dict[str, App]:
+    found = {name: value for name, value in vars(module).items() if isinstance(value, App)}
+    return {name: app for name, app in found.items() if not name.startswith("_")}
+
+
+def _known(module: ModuleType) -> str:
+    names = ", ".join(_apps(module))
+    return f"{module.__name__} has {f'the apps {names}' if names else 'no penstock.App'}"
+
+
+def _imported(name: str) -> ModuleType:
+    path = Path(name)
+    if name.endswith(".py"):
+        if not path.is_file():
+            raise UnknownObjectError(f"there is no file {name}")
+        folder, module = str(path.resolve().parent), path.stem
+    else:
+        folder, module = str(Path.cwd()), name
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module.partition(".")[0]:
+            raise UnknownObjectError(
+                f"there is no module {module}: name a file, as shop.py"
+            ) from None
+        raise AppError(f"{name} cannot be imported: {error}\n\n{user_traceback(error)}") from error
+    except AppError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise AppError(f"{name} cannot be imported: {what}\n\n{user_traceback(error)}") from error

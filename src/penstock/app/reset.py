@@ -1,0 +1,72 @@
+"""Letting a query start again: where it reads from, and what becomes of what it made."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.app.query import Position, producer_name, progress_key, saved_position
+from penstock.errors import UnknownObjectError, UsageError
+from penstock.log.api import Commit, Log
+from penstock.log.objects import CreateStream, DropStream
+
+From = Literal["earliest", "latest"]
+Output = Literal["keep", "clear"]
+
+
+class Reset(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done."""
+
+    query: str
+    start: From
+    checkpoint: str
+    cleared: tuple[str, ...]
+
+
+def reset_query(
+    log: Log,
+    app: str,
+    name: str,
+    *,
+    start: From = "earliest",
+    output: Output = "keep",
+    outputs: tuple[str, ...] = (),
+    checkpoints: Path | None = None,
+) -> Reset:
+    """Forget where a definition is, and what Spark keeps for it.
+
+    Whoever runs it is fenced first. With `output="clear"`, the streams and tables that it
+    makes are emptied too; otherwise what it makes anew comes on top of what is there.
+    """
+    saved = saved_position(log, app, name)
+    if saved is None and not (checkpoints and (checkpoints / app / name).exists()):
+        known = sorted(key.split("/", 2)[2] for key in log.progress_items(f"app/{app}/"))
+        raise UnknownObjectError(
+            f"app {app} has not run a query {name}: it has run {', '.join(known) or 'none'}"
+        )
+    if output == "clear" and not outputs:
+        raise UsageError(f"{name}: nothing is known to be made by it, so nothing can be cleared")
+    if saved is not None:
+        log.hold(saved.producer)
+    holder = log.hold(producer_name(app, f"reset/{name}"))
+    value: bytes | None = None
+    if start == "latest" and saved is not None:
+        ends = {s: {p: o.next for p, o in log.offsets(s).items()} for s in saved.next}
+        value = msgspec.json.encode(Position(producer=saved.producer, sequence=0, next=ends))
+    last = log.last_commit(holder.producer)
+    sequence = 0 if last is None else last.sequence + 1
+    log.commit(holder, sequence, Commit(progress={progress_key(app, name): value}))
+    folder = None if checkpoints is None else checkpoints / app / name
+    if folder is not None and folder.exists():
+        shutil.rmtree(folder)
+    cleared = tuple(_cleared(log, stream) for stream in outputs) if output == "clear" else ()
+    return Reset(query=name, start=start, checkpoint=str(folder or ""), cleared=cleared)
+
+
+def _cleared(log: Log, stream: str) -> str:
+    spec = log.stream(stream).spec
+    log.apply([DropStream(stream), CreateStream(spec)])
+    return stream

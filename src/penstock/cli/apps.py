@@ -1,0 +1,269 @@
+"""`penstock run`, `reset` and `agent list`: apps on Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Literal
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from penstock.app.loading import load_app
+from penstock.app.plan import plan
+from penstock.app.reports import Reporter, agent_rows
+from penstock.app.reset import reset_query
+from penstock.app.runner import QueryStatus, Runner, RunnerOptions, build
+from penstock.app.streams import AppStream
+from penstock.cli.options import (
+    JsonOption,
+    LogOption,
+    LogOptionsOption,
+    examples,
+    log_url,
+    open_named,
+    parse_options,
+)
+from penstock.cli.output import note, say, say_json, stderr, table
+from penstock.errors import UsageError
+from penstock.log import log_path
+
+REFRESH_S = 0.5
+LINES_S = 5.0
+IDLE_TIMEOUT_S = 86_400.0
+
+AppArgument = Annotated[
+    str, typer.Argument(metavar="APP", help="A file (shop.py) or module, with :NAME if needed.")
+]
+CheckpointsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoints",
+        metavar="DIR",
+        help="Where Spark keeps its state. Default: beside the log, with the ending .spark.",
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "run", epilog=examples("penstock run shop.py", "penstock run shop.py --until-idle")
+    )(run)
+    app.command(
+        "reset",
+        epilog=examples(
+            "penstock reset shop.py spend", "penstock reset shop.py spend --output clear"
+        ),
+    )(reset)
+    agents = typer.Typer(no_args_is_help=True, help="Where the agents of apps are.")
+    agents.command("list", epilog=examples("penstock agent list", "penstock agent list --json"))(
+        list_agents
+    )
+    app.add_typer(agents, name="agent")
+
+
+def run(  # noqa: PLR0913  a parameter for each option
+    context: typer.Context,
+    app: AppArgument,
+    master: Annotated[
+        str, typer.Option("--master", metavar="URL", help="Spark's master, as Spark names it.")
+    ] = "local[*]",
+    checkpoints: CheckpointsOption = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Run only this definition; may be repeated."),
+    ] = None,
+    until_idle: Annotated[
+        bool, typer.Option("--until-idle", help="End when everything there is has been handled.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--conf", metavar="KEY=VALUE", help="A setting of Spark; may be repeated."),
+    ] = None,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Run an app: derived streams and tables, agents and joins, until it is stopped.
+
+    Streams and tables that the app declares are made. Ctrl-C (or SIGTERM) lets every query
+    finish its batch. Exits with 1 if a query was given up.
+    """
+    loaded = load_app(app)
+    chosen = plan(loaded).only(only or [])
+    folder = _checkpoints(context, log, checkpoints)
+    conf = dict(_setting(item) for item in settings or [])
+    stop = threading.Event()
+    with open_named(context, log, log_option, create=True) as opened, _stopping(stop):
+        note(f"starting {loaded.name} on Spark ({master}) …")
+        # Spark is loaded only by those who run an app.
+        from penstock.spark.backend import SparkBackend
+        from penstock.spark.session import open_session
+
+        folder.mkdir(parents=True, exist_ok=True)
+        spark = open_session(master, loaded.name, conf, folder / "spark.log")
+        try:
+            options = parse_options(log_option or [])
+            backend = SparkBackend(spark, folder, log_options=options)
+            runner_options = RunnerOptions()
+            runner = build(opened, chosen, backend, options=runner_options)
+            reporter = Reporter(runner, runner_options.metrics_interval_ms)
+            runner.start()
+            reporter.start()
+            try:
+                _watch(runner, stop, until_idle=until_idle, as_json=json)
+            finally:
+                runner.stop()
+                reporter.stop()
+        finally:
+            spark.stop()
+        if json:
+            say_json({"queries": runner.statuses()})
+    failure = runner.failure()
+    if failure is not None:
+        raise failure
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--conf {text!r} is not KEY=VALUE")
+    return name, value
+
+
+def _checkpoints(context: typer.Context, log: str | None, given: Path | None) -> Path:
+    if given is not None:
+        return given.resolve()
+    path = log_path(log_url(context, log))
+    return path.with_name(f"{path.name}.spark").resolve()
+
+
+@contextlib.contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """Signals set `stop`, the second one interrupts."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        if stop.is_set():
+            raise KeyboardInterrupt
+        note(f"stopping (signal {number}): each query finishes its batch …")
+        stop.set()
+
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(runner: Runner, stop: threading.Event, *, until_idle: bool, as_json: bool) -> None:
+    shown = stderr.is_terminal and not as_json
+    live = Live(view(runner), console=stderr, auto_refresh=False) if shown else None
+    next_line = time.monotonic() + LINES_S
+    with live or contextlib.nullcontext():
+        while not stop.wait(REFRESH_S if not until_idle else 0.05):
+            if live is not None:
+                live.update(view(runner), refresh=True)
+            elif time.monotonic() >= next_line:
+                next_line = time.monotonic() + LINES_S
+                for status in runner.statuses():
+                    _line(status, as_json)
+            if runner.is_over() or (until_idle and (runner.failure() or runner.is_idle())):
+                break
+        if live is not None:
+            live.update(view(runner), refresh=True)
+
+
+def _line(status: QueryStatus, as_json: bool) -> None:
+    if as_json:
+        say_json(status)
+        return
+    note(
+        f"{status.name}: {status.state}, {status.rate:,.0f} events/s, lag {status.lag:,}, "
+        f"batch {status.batch_ms:,.0f} ms, hop {status.hop_ms:,.0f} ms"
+        + (f"; {status.error.splitlines()[0]}" if status.error else "")
+    )
+
+
+def view(runner: Runner) -> Table:
+    """The live view: a line for each query."""
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("query", "state", "in", "out", "events/s", "lag", "batch", "hop"):
+        grid.add_column(name, justify="left" if name in ("query", "state") else "right")
+    for status in runner.statuses():
+        color = {"running": "green", "failed": "red", "restarting": "yellow"}.get(status.state, "")
+        grid.add_row(
+            status.name, f"[{color}]{status.state}[/]" if color else status.state,
+            f"{status.rows_in:,}", f"{status.rows_out:,}", f"{status.rate:,.0f}",
+            f"{status.lag:,}", f"{status.batch_ms:,.0f} ms", f"{status.hop_ms:,.0f} ms",
+        )  # fmt: skip
+    return grid
+
+
+def reset(  # noqa: PLR0913  a parameter for each option
+    context: typer.Context,
+    app: AppArgument,
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="The definition to start again.")],
+    start: Annotated[
+        Literal["earliest", "latest"],
+        typer.Option("--from", help="Where it reads from when it starts again."),
+    ] = "earliest",
+    output: Annotated[
+        Literal["keep", "clear"],
+        typer.Option("--output", help="Keep what it made, or empty its streams and tables."),
+    ] = "keep",
+    checkpoints: CheckpointsOption = None,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Let a query start again: forget its position, and the state that Spark keeps for it."""
+    loaded = load_app(app)
+    definition = plan(loaded).only([query]).definitions[0]
+    outputs = tuple(place.name for place in definition.outputs)
+    if output == "clear":
+        shared = [
+            place.name
+            for place in definition.outputs
+            if isinstance(place, AppStream)
+            for other in loaded.definitions.values()
+            if other is not definition and place.name in [o.name for o in other.outputs]
+        ]
+        if shared:
+            raise UsageError(f"{shared[0]} is written by others too, and cannot be cleared alone")
+    with open_named(context, log, log_option) as opened:
+        done = reset_query(
+            opened, loaded.name, query, start=start, output=output, outputs=outputs,
+            checkpoints=_checkpoints(context, log, checkpoints),
+        )  # fmt: skip
+    if json:
+        say_json(done)
+    else:
+        what = f"; emptied {', '.join(done.cleared)}" if done.cleared else ""
+        say(f"{query} starts again from {start}{what}")
+
+
+def list_agents(
+    context: typer.Context,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Show on which partitions, offsets and workers each agent is active, and its lag."""
+    with open_named(context, log, log_option) as opened:
+        rows = agent_rows(opened)
+    if json:
+        for row in rows:
+            say_json(row)
+        return
+    columns = ("app", "agent", "stream", "partition", "offset", "lag", "worker", "state")
+    table(columns, [[getattr(row, column) for column in columns] for row in rows])
