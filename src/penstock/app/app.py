@@ -144,31 +144,47 @@ class App:
 
     # Derived streams and tables
 
+    @overload
+    def derive(
+        self, *inputs: AppStream[Any] | AppTable[Any], record: type[R], key: str | None = ...,
+        name: str | None = ..., time: str | None = ..., watermark: Duration | None = ...,
+        window: Windows | None = ..., late: AppStream[Any] | None = ...,
+        partitions: int | None = ...,
+    ) -> Callable[[Function], AppStream[R]]: ...  # fmt: skip
+
+    @overload
+    def derive(
+        self, *inputs: AppStream[Any] | AppTable[Any], record: None = None, key: str | None = ...,
+        name: str | None = ..., time: str | None = ..., watermark: Duration | None = ...,
+        window: Windows | None = ..., late: AppStream[Any] | None = ...,
+        partitions: int | None = ...,
+    ) -> Callable[[Function], AppStream[Any]]: ...  # fmt: skip
+
     def derive(
         self,
         *inputs: AppStream[Any] | AppTable[Any],
         key: str | None = None,
-        record: type[R] | None = None,
+        record: type[Record] | None = None,
         name: str | None = None,
         time: str | None = None,
         watermark: Duration | None = None,
         window: Windows | None = None,
         late: AppStream[Any] | None = None,
         partitions: int | None = None,
-    ) -> Callable[[Function], AppStream[R]]:
+    ) -> Callable[[Function], AppStream[Any]]:
         """Make a stream of what a function of DataFrames gives: one DataFrame per input.
 
         With a `window`, the first input has a column `window` to group by; what comes too late
         for its window goes to `late`.
         """
 
-        def decorate(function: Function) -> AppStream[R]:
+        def decorate(function: Function) -> AppStream[Any]:
             where = of_function(function.__code__)
             called = name or function.__name__
             spec = None
             if record is not None:
                 spec = _declared(where, called, record, key=key, time=time, partitions=partitions)
-            made: AppStream[R] = AppStream(
+            made: AppStream[Any] = AppStream(
                 app=self, name=called, record=record, spec=spec, key=key, time=time,
                 watermark_us=_length(where, watermark, "the watermark"), location=where,
                 settings={} if partitions is None else {"partitions": partitions},
@@ -350,7 +366,7 @@ class App:
     def _lookup(
         self, stream: AppStream[Any], table: AppTable[Any], how: Literal["left", "inner"],
         name: str | None,
-    ) -> AppStream[Record]:  # fmt: skip
+    ) -> AppStream[Any]:  # fmt: skip
         where = caller()
         called = name or f"{stream.name}_with_{table.name}"
         for given in (stream, table):
@@ -367,7 +383,7 @@ class App:
             partitions=None if stream.spec is None else stream.spec.partitions,
         )  # fmt: skip
         _checked(where, spec)
-        made: AppStream[Record] = AppStream(
+        made: AppStream[Any] = AppStream(
             app=self, name=called, record=record_type(schema), spec=spec, key=stream.key,
             time=stream.time, watermark_us=stream.watermark_us, location=where,
         )  # fmt: skip
@@ -380,7 +396,7 @@ class App:
     def _join(
         self, left: AppStream[Any], right: AppStream[Any], on: str, within: Duration, how: How,
         name: str | None,
-    ) -> AppStream[Record]:  # fmt: skip
+    ) -> AppStream[Any]:  # fmt: skip
         where = caller()
         called = name or f"{left.name}_{right.name}"
         for given in (left, right):
@@ -390,7 +406,7 @@ class App:
                     f"{where}: {called} joins {given.name}, which needs a time and a watermark: "
                     "without them its state would grow for ever"
                 )
-        made: AppStream[Record] = AppStream(
+        made: AppStream[Any] = AppStream(
             app=self, name=called, record=None, spec=None, key=on, location=where
         )
         length = _length(where, within, "within") or 0
@@ -402,7 +418,7 @@ class App:
 
     def _join_tables(
         self, left: AppTable[Any], right: AppTable[Any], how: How, name: str | None
-    ) -> AppTable[Record]:
+    ) -> AppTable[Any]:
         where = caller()
         called = name or f"{left.name}_{right.name}"
         sides = []
@@ -417,7 +433,7 @@ class App:
         )
         spec = StreamSpec(name=called, record=schema, content="record", table=True)
         _checked(where, spec)
-        made: AppTable[Record] = AppTable(
+        made: AppTable[Any] = AppTable(
             app=self, name=called, key_type=left.key_type, value=record_type(schema), default=None,
             spec=spec, location=where,
         )  # fmt: skip

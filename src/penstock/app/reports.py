@@ -148,15 +148,16 @@ def beats(log: Log) -> dict[str, list[Beat]]:
 def agent_rows(log: Log) -> list[AgentRow]:
     """Where every definition of every app is, partition by partition."""
     alive = beats(log)
+    known = {str(stream.name) for stream in log.streams()}
     rows: list[AgentRow] = []
     for key, value in log.progress_items("app/").items():
         _, app, agent = key.split("/", 2)
         position = msgspec.json.decode(value, type=Position)
         state = _state(alive.get(app, []), agent)
         for stream, partitions in position.next.items():
-            known = {str(s.name) for s in log.streams()}
             ends = log.offsets(stream) if stream in known else {}
-            for partition, offset in sorted(partitions.items()):
+            for partition in sorted({*ends, *partitions}):
+                offset = partitions.get(partition, 0)
                 end = ends[partition].next if partition in ends else offset
                 rows.append(
                     AgentRow(

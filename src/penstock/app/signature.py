@@ -109,7 +109,7 @@ def _first(hint: object, stream: AppStream[Any], what: str) -> tuple[Argument, t
     record = stream.record
     options = [o for o in _options(hint) if o is not NoneType]
     wanted = options[0] if options else None
-    if isinstance(wanted, type) and issubclass(wanted, Record):
+    if isinstance(wanted, type) and issubclass(wanted, Record) and wanted is not Record:
         _check_record(wanted, stream, what)
         record = wanted
     match plural, whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -73,7 +73,7 @@ class AppStream(Generic[T]):
 
     def lookup(
         self, table: AppTable[U], *, how: Literal["left", "inner"] = "left", name: str | None = None
-    ) -> AppStream[Record]:
+    ) -> AppStream[Any]:
         """Each event with the entry that its key has in the table, as a field of that name.
 
         `how="inner"` leaves out events whose key has no entry.
@@ -88,7 +88,7 @@ class AppStream(Generic[T]):
         within: Duration,
         how: How = "inner",
         name: str | None = None,
-    ) -> AppStream[Record]:
+    ) -> AppStream[Any]:
         """Pairs of events that agree in the field `on` and are at most `within` apart in time.
 
         Outer pairs come when the watermark says that no partner can come any more.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from penstock.app.location import Location
 from penstock.app.streams import AppStream, How
@@ -69,7 +69,7 @@ class AppTable(Generic[V]):
 
     def join(
         self, other: AppTable[U], *, how: How = "inner", name: str | None = None
-    ) -> AppTable[Record]:
+    ) -> AppTable[Any]:
         """A table of the keys of both, kept right under every change of either side.
 
         A value has two fields, named after the tables.
@@ -120,7 +120,7 @@ def value_schema(name: str, value: object, where: Location) -> tuple[Schema, dic
 class Values:
     """Turns values of a table into what its entries hold, and back."""
 
-    def __init__(self, table: AppTable[object], stream: Stream) -> None:
+    def __init__(self, table: AppTable[typing.Any], stream: Stream) -> None:
         self.collections: Collections | None = None
         self.is_plain = False
         value = table.value

@@ -1,0 +1,284 @@
+"""What is wrong with an app is found before anything runs, with its file and line."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock import App, Context, Entry, Event, Record, TableView, hopping, session, tumbling
+from penstock.app.plan import plan
+from penstock.errors import AppError, UsageError
+
+
+class Order(Record):
+    user: str
+    amount: int
+
+
+class Alert(Record):
+    user: str
+
+
+def here() -> str:
+    """The line that calls this."""
+    frame = inspect.stack()[1]
+    return f"test_declaring.py:{frame.lineno}"
+
+
+def test_declaring_loads_no_spark() -> None:
+    script = "import penstock, sys; penstock.App('x'); assert 'pyspark' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_two_definitions_of_one_name() -> None:
+    app = App("shop")
+    app.stream("orders", Order)
+    first = here().replace(str(int(here().split(":")[1])), "")
+    with pytest.raises(
+        AppError, match=r"test_declaring\.py:\d+: there is a orders already"
+    ) as told:
+        app.stream("orders", Order)
+    assert str(told.value).count("test_declaring.py:") == 2, first
+
+
+def test_a_stream_of_another_app() -> None:
+    one, other = App("one"), App("other")
+    orders = other.stream("orders", Order, key="user")
+    with pytest.raises(AppError, match="uses orders, which app one does not have"):
+
+        @one.agent(orders)
+        def handle(order: Order) -> None: ...
+
+
+def test_something_that_is_no_stream() -> None:
+    app = App("shop")
+    with pytest.raises(AppError, match="neither a stream nor a table"):
+
+        @app.agent("orders")  # type: ignore[arg-type]
+        def handle(order: Order) -> None: ...
+
+
+def test_a_state_needs_a_key() -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order)
+    seen = app.table("seen", value=int, default=0)
+    with pytest.raises(AppError, match=r"agent count has a state, and orders no key.*group_by"):
+
+        @app.agent(orders, state=seen)
+        def count(order: Order, seen: Entry[int]) -> None: ...
+
+
+def test_a_derived_table_needs_a_key() -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order)
+    with pytest.raises(AppError, match="has no key"):
+
+        @app.derive_table(orders, key=())
+        def table(orders: object) -> object: ...
+
+
+def test_a_table_has_one_writer() -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    seen = app.table("seen", value=int, default=0)
+
+    @app.agent(orders, state=seen)
+    def one(order: Order, seen: Entry[int]) -> None: ...
+
+    @app.agent(orders, state=seen)
+    def other(order: Order, seen: Entry[int]) -> None: ...
+
+    with pytest.raises(
+        AppError, match=r"test_declaring\.py:\d+: other writes table seen.*one writer"
+    ):
+        plan(app)
+
+
+def test_a_cycle() -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    more = app.stream("more", Order, key="user")
+
+    @app.agent(orders, to=more)
+    def there(order: Order) -> Iterator[Order]:
+        yield order
+
+    @app.agent(more, to=orders)
+    def back(order: Order) -> Iterator[Order]:
+        yield order
+
+    with pytest.raises(AppError, match="there → back → there is a cycle"):
+        plan(app)
+
+
+def wrong_entry(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+    seen = app.table("seen", value=set[str])
+
+    @app.agent(orders, state=seen)
+    def count(order: Order, seen: Entry[int]) -> None: ...
+
+
+def entry_without_default(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+    last = app.table("last", value=int)
+
+    @app.agent(orders, state=last)
+    def count(order: Order, last: Entry[int]) -> None: ...
+
+
+def wrong_record(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders)
+    def count(order: Alert) -> None: ...
+
+
+def wrong_output(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders, to=app.stream("more", Order))
+    def count(order: Order) -> Iterator[Alert]:
+        yield Alert("x")
+
+
+def no_parameter_for_the_state(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders, state=app.table("seen", value=int, default=0))
+    def count(order: Order) -> None: ...
+
+
+def parameter_without_meaning(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders)
+    def count(order: Order, more: int) -> None: ...
+
+
+def windowed_entry_expected(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+    seen = app.table("seen", value=int, default=0, window=tumbling("1 hour"))
+
+    @app.agent(orders, state=seen)
+    def count(order: Order, seen: Entry[int]) -> None: ...
+
+
+def sessions_of_an_agent(app: App) -> None:
+    app.table("seen", value=int, window=session("1 hour"))
+
+
+def optional_value(app: App) -> None:
+    app.table("seen", value=int | None)  # type: ignore[arg-type]
+
+
+def bad_name(app: App) -> None:
+    app.stream("a.b.c", Order)
+
+
+def unknown_field(app: App) -> None:
+    app.stream("orders", Order, key="nobody")
+
+
+def watermark_without_time(app: App) -> None:
+    app.stream("orders", Order, watermark="1 minute")
+
+
+def join_without_watermark(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+    orders.join(orders, on="user", within="1 hour")
+
+
+def window_without_time(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+
+    @app.derive_table(orders, key="user", window=tumbling("1 minute"))
+    def counts(orders: object, window: object) -> object: ...
+
+
+def derived_from_nothing(app: App) -> None:
+    @app.derive()
+    def nothing() -> object: ...
+
+
+MISTAKES: list[tuple[Callable[[App], None], str]] = [
+    (wrong_entry, r"is .*Entry\[int\], and table seen holds set\[str\]"),
+    (entry_without_default, "holds int or None, until it is set"),
+    (wrong_record, "takes Alert, and orders holds Order"),
+    (wrong_output, "yields Alert, and writes to more"),
+    (no_parameter_for_the_state, "does not take its table seen"),
+    (parameter_without_meaning, "takes a parameter 'more' and there is nothing to give it"),
+    (windowed_entry_expected, r"annotate it as WindowedEntry\["),
+    (sessions_of_an_agent, "session windows, which only derived tables"),
+    (optional_value, "is never None"),
+    (bad_name, "more than one dot"),
+    (unknown_field, "no field 'nobody'"),
+    (watermark_without_time, "has a watermark and no time"),
+    (join_without_watermark, "needs a time and a watermark"),
+    (window_without_time, "has windows, and orders no time"),
+    (derived_from_nothing, "derived from nothing"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=lambda m: getattr(m, "__name__", ""))
+def test_mistakes_are_named_with_file_and_line(
+    mistake: Callable[[App], None], message: str
+) -> None:
+    with pytest.raises(AppError, match=message) as told:
+        mistake(App("shop"))
+    file, line = str(told.value).split(": ")[0].rsplit(":", 1)
+    first = mistake.__code__.co_firstlineno
+    assert file.endswith("tests/app/test_declaring.py")
+    assert first <= int(line) <= first + 12
+
+
+def test_an_agent_is_still_its_function() -> None:
+    """Agents can be tested without Spark, and without a log."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    alerts = app.stream("alerts", Alert, key="user")
+    spent = app.table("spent", value=int, default=0)
+
+    @app.agent(orders, state=spent, to=alerts)
+    def watch(order: Order, spent: Entry[int]) -> Iterator[Alert]:
+        spent.value += order.amount
+        if spent.value > 10:
+            yield Alert(order.user)
+
+    entry = Entry(8)
+    assert list(watch(Order("ada", 1), entry)) == []  # type: ignore[call-overload]
+    assert list(watch(Order("ada", 2), entry)) == [Alert("ada")]  # type: ignore[call-overload]
+    assert entry.value == 11
+
+
+def test_what_an_agent_may_take() -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    spent = app.table("spent", value=int, default=0)
+    names = app.table("names", value=str)
+
+    @app.agent(orders, state=spent, reads=names)
+    def watch(
+        order: Event[Order], spent: Entry[int], names: TableView[str], context: Context
+    ) -> None: ...
+
+    assert watch.signature.arguments == ("event", "entry", "view", "context")
+
+    @app.agent(orders)
+    def lists(orders: list[Order]) -> None: ...
+
+    assert lists.signature.is_batch
+
+
+def test_lengths_of_windows() -> None:
+    with pytest.raises(UsageError, match="longer than nothing"):
+        tumbling("0 s")
+    with pytest.raises(UsageError, match="longer than the window"):
+        hopping("1 minute", "2 minutes")
+    with pytest.raises(UsageError, match="not a duration"):
+        tumbling("a while")
+    assert str(hopping("10 minutes", "1 minute")) == "hopping 10 minutes, every 1 minute"

@@ -1,0 +1,373 @@
+"""Apps on Spark: DataFrames, windows and joins, with the result one expects."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from penstock import App, AppStream, Context, Entry, Record, hopping, session, tumbling
+from penstock.errors import AppError, PlanChangedError, QueryFailedError
+from penstock.testing.apps import AppTest
+
+START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+
+def at(seconds: float) -> dt.datetime:
+    return START + dt.timedelta(seconds=seconds)
+
+
+class Order(Record):
+    user: str
+    item: str
+    amount: int
+    at: dt.datetime
+
+
+class Payment(Record):
+    user: str
+    paid: int
+    at: dt.datetime
+
+
+class Customer(Record):
+    name: str
+    city: str
+
+
+class Alert(Record):
+    user: str
+    total: int
+
+
+class Shop:
+    def __init__(self) -> None:
+        self.app = App("shop")
+        self.orders = self.app.stream(
+            "orders", Order, key="user", time="at", watermark="10 seconds", partitions=2
+        )
+
+
+def test_an_app_from_stream_to_stream(spark: SparkSession, tmp_path: Path) -> None:
+    """Derived stream → agent with a table → derived table → derived stream of its changes."""
+    shop = Shop()
+    app, orders = shop.app, shop.orders
+    alerts = app.stream("alerts", Alert, key="user")
+    spent = app.table("spent", value=int, default=0)
+
+    @app.derive(orders, key="user", record=Order, time="at")
+    def big(orders: DataFrame) -> DataFrame:
+        return orders.where("amount >= 10")
+
+    @app.agent(big, state=spent, to=alerts)
+    def watch(order: Order, spent: Entry[int], context: Context) -> Iterator[Alert]:
+        spent.value += order.amount
+        yield Alert(order.user, spent.value)
+
+    @app.derive_table(alerts, key="user")
+    def highest(alerts: DataFrame) -> DataFrame:
+        return alerts.groupBy("user").agg(F.max("total").alias("total"))
+
+    @app.derive(highest.changes, key="user")
+    def rising(changes: DataFrame) -> DataFrame:
+        return changes.select("user", "total")
+
+    with AppTest(app, tmp_path, spark) as run:
+        run.send(orders, *[Order(f"u{n % 3}", "tea", n, at(n)) for n in range(20)])
+        run.until_idle()
+        expected: dict[str, int] = {}
+        for n in range(10, 20):
+            expected[f"u{n % 3}"] = expected.get(f"u{n % 3}", 0) + n
+        assert len(run.events(big)) == 10
+        assert run.table(spent) == expected
+        assert {k: v.total for k, v in run.table(highest).items()} == expected
+        last = {row.user: row.total for row in run.events(rising)}
+        assert last == expected
+
+
+@pytest.mark.row("F7")
+def test_lookup(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    customers = shop.app.table("customers", value=Customer)
+    wide = shop.orders.lookup(customers)
+    known = shop.orders.lookup(customers, how="inner", name="known")
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(customers, Customer("Ada", "Paris"), key="ada")
+        run.send(shop.orders, Order("ada", "tea", 1, at(0)), Order("bob", "jam", 2, at(1)))
+        run.until_idle()
+        found = {row.user: row.customers for row in run.events(wide)}
+        assert found["ada"].city == "Paris"
+        assert found["bob"] is None
+        assert [row.user for row in run.events(known)] == ["ada"]
+
+
+@pytest.mark.row("F7")
+def test_a_table_as_a_data_frame_beside_a_stream(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    customers = shop.app.table("customers", value=Customer)
+
+    @shop.app.derive(shop.orders, customers, key="city")
+    def cities(orders: DataFrame, customers: DataFrame) -> DataFrame:
+        keyed = customers.select(F.col("_key").cast("string").alias("user"), "city")
+        return orders.join(keyed, "user").select("city", "amount")
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(customers, Customer("Ada", "Paris"), key="ada")
+        run.send(shop.orders, Order("ada", "tea", 7, at(0)), Order("bob", "jam", 2, at(1)))
+        run.until_idle()
+        run.send(customers, Customer("Ada", "Rome"), key="ada")
+        run.send(shop.orders, Order("ada", "tea", 8, at(2)))
+        run.until_idle()
+        assert [(r.city, r.amount) for r in run.events(cities)] == [("Paris", 7), ("Rome", 8)]
+
+
+@pytest.mark.row("F6")
+@pytest.mark.parametrize("how", ["inner", "left", "right", "outer"])
+def test_a_join_of_tables_follows_both_sides(tmp_path: Path, how: str) -> None:
+    app = App("crm")
+    customers = app.table("customers", value=Customer)
+    balance = app.table("balance", value=int)
+    joined = customers.join(balance, how=how)  # type: ignore[arg-type]
+    ada, bob = Customer("Ada", "Paris"), Customer("Bob", "Rome")
+    with AppTest(app, tmp_path) as run:
+
+        def expect(people: dict[str, Customer], money: dict[str, int]) -> None:
+            run.until_idle()
+            keys = {
+                "inner": people.keys() & money.keys(),
+                "left": people.keys(),
+                "right": money.keys(),
+                "outer": people.keys() | money.keys(),
+            }[how]
+            found = {k: (v.customers, v.balance) for k, v in run.table(joined).items()}
+            assert {k: (c and c.name, b) for k, (c, b) in found.items()} == {
+                k: (people[k].name if k in people else None, money.get(k)) for k in keys
+            }
+
+        run.send(customers, ada, key="ada")
+        expect({"ada": ada}, {})
+        run.send(balance, {"value": 5}, key="ada")
+        run.send(balance, {"value": 7}, key="eve")
+        expect({"ada": ada}, {"ada": 5, "eve": 7})
+        run.send(customers, bob, key="bob")
+        run.send(balance, {"value": 6}, key="ada")
+        expect({"ada": ada, "bob": bob}, {"ada": 6, "eve": 7})
+        run.send(customers, None, key="ada")
+        expect({"bob": bob}, {"ada": 6, "eve": 7})
+        run.send(balance, None, key="eve")
+        run.send(customers, ada, key="ada")
+        expect({"ada": ada, "bob": bob}, {"ada": 6})
+
+
+@pytest.mark.row("F5")
+@pytest.mark.parametrize("how", ["inner", "left", "outer"])
+def test_a_join_of_streams(spark: SparkSession, tmp_path: Path, how: str) -> None:
+    shop = Shop()
+    payments = shop.app.stream("payments", Payment, key="user", time="at", watermark="10 seconds")
+    paid = shop.orders.join(payments, on="user", within="5 seconds", how=how)  # type: ignore[arg-type]
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("ada", "tea", 1, at(0)), Order("bob", "jam", 2, at(1)))
+        run.send(payments, Payment("ada", 10, at(3)), Payment("eve", 20, at(2)))
+        run.until_idle()
+        assert [(r.user, r.item, r.paid) for r in run.events(paid)] == [("ada", "tea", 10)]
+        # Much later events of others: whoever has no partner by now will not get one.
+        for second in (100, 200):
+            run.send(shop.orders, Order("zoe", "x", 0, at(second)))
+            run.send(payments, Payment("yan", 0, at(second)))
+            run.until_idle()
+        found = {(r.user, r.item, r.paid) for r in run.events(paid)} - {
+            ("zoe", "x", None), ("yan", None, 0),
+        }  # fmt: skip
+        expected: set[tuple[str, str | None, int | None]] = {("ada", "tea", 10)}
+        if how in ("left", "outer"):
+            expected.add(("bob", "jam", None))
+        if how == "outer":
+            expected.add(("eve", None, 20))
+        assert found == expected
+
+
+def windows_app(kind: str) -> tuple[Shop, AppStream[Any], AppStream[Order]]:
+    shop = Shop()
+    late = shop.app.stream("late", Order, key="user", time="at")
+    cut = {
+        "tumbling": tumbling("10 seconds"),
+        "hopping": hopping("10 seconds", "5 seconds"),
+        "session": session("10 seconds"),
+    }[kind]
+
+    @shop.app.derive(shop.orders, key="item", window=cut, late=late)
+    def closed(orders: DataFrame, window: Column) -> DataFrame:
+        return orders.groupBy("item", window).agg(F.sum("amount").alias("sum"))
+
+    return shop, closed, late
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("tumbling", [(0, 10, 3), (10, 20, 4)]),
+        ("hopping", [(-5, 5, 1), (0, 10, 3), (5, 15, 6), (10, 20, 4), (15, 25, 0)]),
+        ("session", [(1, 22, 7)]),
+    ],
+)
+def test_windows_close_by_events_of_other_keys(
+    spark: SparkSession, tmp_path: Path, kind: str, expected: list[tuple[int, int, int]]
+) -> None:
+    shop, closed, late = windows_app(kind)
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(
+            shop.orders,
+            Order("a", "tea", 1, at(1)), Order("b", "tea", 2, at(7)), Order("a", "tea", 4, at(12)),
+        )  # fmt: skip
+        run.until_idle()
+        assert run.events(closed) == []
+        run.send(shop.orders, Order("z", "other", 0, at(100)))
+        run.until_idle()
+        found = sorted(
+            (
+                round((row.window.start - START).total_seconds()),
+                round((row.window.end - START).total_seconds()),
+                row.sum,
+            )
+            for row in run.events(closed)
+            if row.item == "tea"
+        )
+        assert found == [row for row in expected if row[2]]
+        assert run.events(late) == []
+        run.send(shop.orders, Order("a", "tea", 99, at(2)), Order("a", "tea", 5, at(95)))
+        run.until_idle()
+        assert [row.amount for row in run.events(late)] == [99]
+
+
+def test_a_windowed_table_shows_open_windows(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.derive_table(shop.orders, key=["item", "window"], window=tumbling("10 seconds"))
+    def counts(orders: DataFrame, window: Column) -> DataFrame:
+        return orders.groupBy("item", window).count()
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 1, at(1)))
+        run.until_idle()
+        run.send(shop.orders, Order("a", "tea", 1, at(2)), Order("a", "tea", 1, at(11)))
+        run.until_idle()
+        assert {k: v.count for k, v in run.table(counts).items()} == {
+            '["tea","2026-01-01T00:00:00.000Z"]': 2,
+            '["tea","2026-01-01T00:00:10.000Z"]': 1,
+        }
+
+
+def test_uuids_differ_from_batch_to_batch(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="user")
+    def marked(orders: DataFrame) -> DataFrame:
+        return orders.select("user", F.expr("uuid()").alias("mark"))
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        for n in range(3):
+            run.send(shop.orders, Order("ada", "tea", n, at(n)))
+            run.until_idle()
+        assert len({row.mark for row in run.events(marked)}) == 3
+
+
+# Restarts and refusals
+
+
+def sums(shop: Shop, column: str = "item") -> None:
+    @shop.app.derive_table(shop.orders, key=column)
+    def total(orders: DataFrame) -> DataFrame:
+        return orders.groupBy(column).agg(F.sum("amount").alias("total"))
+
+
+def test_state_survives_a_restart(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        run.until_idle()
+        run.restart()
+        run.send(shop.orders, Order("a", "tea", 6, at(2)))
+        run.until_idle()
+        assert {k: v.total for k, v in run.table(shop.app.tables["total"]).items()} == {"tea": 11}
+
+
+def test_a_changed_plan_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        run.until_idle()
+    changed = Shop()
+
+    @changed.app.derive_table(changed.orders, key="item")
+    def total(orders: DataFrame) -> DataFrame:
+        return orders.groupBy("item").agg(F.sum(F.col("amount") * 2).alias("total"))
+
+    with AppTest(changed.app, tmp_path, spark) as run:
+        with pytest.raises(
+            QueryFailedError, match=r"(?s)what it keeps has changed.*penstock reset"
+        ):
+            run.until_idle()
+        assert isinstance(run.runner._kept[0].error, PlanChangedError)
+
+
+def test_a_missing_checkpoint_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    import shutil
+
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        run.until_idle()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with AppTest(shop.app, tmp_path, spark) as run:
+        with pytest.raises(QueryFailedError, match=r"(?s)checkpoint is not in.*penstock reset"):
+            run.until_idle()
+
+
+def test_the_users_error_is_shown_not_sparks(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @F.udf("long")
+    def half(amount):  # type: ignore[no-untyped-def]
+        raise ZeroDivisionError("this is mine")
+
+    @shop.app.derive(shop.orders, key="user")
+    def halves(orders: DataFrame) -> DataFrame:
+        return orders.select("user", half("amount").alias("half"))
+
+    with AppTest(shop.app, tmp_path, spark, tries_max=1) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        failure = str(run.until_failed())
+    assert "ZeroDivisionError: this is mine" in failure
+    assert "test_apps.py" in failure
+    assert "py4j" not in failure.lower()
+    assert "pyspark" not in failure
+
+
+def test_a_wrong_column_is_found_before_anything_runs(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="user")
+    def wrong(orders: DataFrame) -> DataFrame:
+        return orders.select("nobody")
+
+    with pytest.raises(AppError, match=r"test_apps\.py:\d+: wrong: .*nobody"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
+def test_a_key_that_is_no_column(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="nobody")
+    def wrong(orders: DataFrame) -> DataFrame:
+        return orders.select("user")
+
+    with pytest.raises(AppError, match="has the key nobody, which is no column"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
