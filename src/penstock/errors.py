@@ -103,6 +103,12 @@ class QueryFailedError(PenstockError):
     code = "query_failed"
 
 
+class SparkGoneError(PenstockError):
+    """Spark itself has died; only a new process can start it again."""
+
+    code = "spark_gone"
+
+
 class FencedError(PenstockError):
     """Another holder has opened this producer; this one may write no more."""
 

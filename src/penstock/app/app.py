@@ -6,8 +6,18 @@ Declaring does nothing: no Spark, no log. `plan` checks the whole, and a runner 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
+from penstock.app.checks import (
+    check_place,
+    checked,
+    class_name,
+    declared,
+    length,
+    looked_up,
+    table_type,
+    why_not,
+)
 from penstock.app.definitions import (
     Agent,
     DeadLetter,
@@ -25,11 +35,11 @@ from penstock.app.location import Location, caller, of_function
 from penstock.app.signature import read_signature
 from penstock.app.streams import AppStream, How
 from penstock.app.tables import AppTable, KeyType, RelativeTo, value_schema
-from penstock.app.windows import Duration, Windows, duration_us
-from penstock.errors import AppError, UsageError
+from penstock.app.windows import Duration, Windows
+from penstock.errors import AppError
 from penstock.log.names import check_name, parse_stream
-from penstock.log.objects import StreamSpec, check_spec, declare
-from penstock.records.schema import Field, Maybe, Record, Schema, record_type, schema_of, type_of
+from penstock.log.objects import StreamSpec
+from penstock.records.schema import Field, Maybe, Record, Schema, record_type
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -39,7 +49,6 @@ Function = Callable[..., object]
 
 RETRIES_MAX = 100
 BATCH_ROWS_MAX = 1_000_000
-PARTITIONS_MAX = 1000
 
 
 class App:
@@ -82,13 +91,13 @@ class App:
         still is late. Takes the settings of `StreamSpec` by name (partitions, retention_ms, …).
         """
         where = caller()
-        spec = _declared(where, name, record, key=key, time=time, **settings)
+        spec = declared(where, name, record, key=key, time=time, **settings)
         if watermark is not None and time is None:
             raise AppError(f"{where}: stream {name} has a watermark and no time: name its field")
         return self._add_stream(
             AppStream(
                 app=self, name=name, record=record, spec=spec, key=key, time=time,
-                watermark_us=_length(where, watermark, "the watermark"), location=where,
+                watermark_us=length(where, watermark, "the watermark"), location=where,
             )
         )  # fmt: skip
 
@@ -119,7 +128,7 @@ class App:
             name=name, record=schema, content="record", table=True, partitions=partitions,
             **settings,  # type: ignore[arg-type]
         )  # fmt: skip
-        _checked(where, spec)
+        checked(where, spec)
         return self._add_table(
             AppTable(
                 app=self, name=name, key_type=key, value=value, default=default, spec=spec,
@@ -183,10 +192,10 @@ class App:
             called = name or function.__name__
             spec = None
             if record is not None:
-                spec = _declared(where, called, record, key=key, time=time, partitions=partitions)
+                spec = declared(where, called, record, key=key, time=time, partitions=partitions)
             made: AppStream[Any] = AppStream(
                 app=self, name=called, record=record, spec=spec, key=key, time=time,
-                watermark_us=_length(where, watermark, "the watermark"), location=where,
+                watermark_us=length(where, watermark, "the watermark"), location=where,
                 settings={} if partitions is None else {"partitions": partitions},
             )  # fmt: skip
             self._derive(called, function, inputs, made, window, late, where)
@@ -235,7 +244,7 @@ class App:
         late: AppStream[Any] | None,
         where: Location,
     ) -> None:
-        _check_place(where, name, parse_stream)
+        check_place(where, name, parse_stream)
         if not inputs:
             raise AppError(f"{where}: {name} is derived from nothing: name a stream or a table")
         for given in inputs:
@@ -300,7 +309,7 @@ class App:
             made = Agent(
                 name=called, inputs=(stream,), outputs=outputs, location=where, reads=views,
                 function=function, signature=found, state=state, on_error=on_error,
-                retries=retries, backoff_ms=(_length(where, backoff, "the backoff") or 0) // 1000,
+                retries=retries, backoff_ms=(length(where, backoff, "the backoff") or 0) // 1000,
                 batch_rows=batch_rows, manual_ack=ack == "manual", dead=dead, timers=timers,
             )  # fmt: skip
             self._define(made)
@@ -310,7 +319,7 @@ class App:
 
     def _dead_letters(self, agent: str, where: Location) -> AppStream[Any]:
         name = f"{agent}_dead"
-        spec = _declared(where, name, DeadLetter)
+        spec = declared(where, name, DeadLetter)
         made: AppStream[Any] = AppStream(
             app=self, name=name, record=DeadLetter, spec=spec, key=None, location=where
         )
@@ -355,7 +364,7 @@ class App:
             name=name, record=stream.spec.record, content=stream.spec.content, key=key,
             time=stream.time, partitions=count,
         )  # fmt: skip
-        _checked(where, spec)
+        checked(where, spec)
         made: AppStream[T] = AppStream(
             app=self, name=name, record=stream.record, spec=spec, key=key, time=stream.time,
             watermark_us=stream.watermark_us, location=where,
@@ -377,12 +386,12 @@ class App:
             raise AppError(
                 f"{where}: {table.name} has windows and cannot be looked up by key alone"
             )
-        schema = _looked_up(where, called, stream, table)
+        schema = looked_up(where, called, stream, table)
         spec = StreamSpec(
             name=called, record=schema, content="record", key=stream.key, time=stream.time,
             partitions=None if stream.spec is None else stream.spec.partitions,
         )  # fmt: skip
-        _checked(where, spec)
+        checked(where, spec)
         made: AppStream[Any] = AppStream(
             app=self, name=called, record=record_type(schema), spec=spec, key=stream.key,
             time=stream.time, watermark_us=stream.watermark_us, location=where,
@@ -409,10 +418,10 @@ class App:
         made: AppStream[Any] = AppStream(
             app=self, name=called, record=None, spec=None, key=on, location=where
         )
-        length = _length(where, within, "within") or 0
+        within_us = length(where, within, "within") or 0
         self._define(
             StreamJoin(name=called, inputs=(left, right), outputs=(made,), location=where, on=on,
-                       within_us=length, how=how)
+                       within_us=within_us, how=how)
         )  # fmt: skip
         return self._add_stream(made)
 
@@ -425,14 +434,14 @@ class App:
         for given in (left, right):
             self._check_input(where, called, given)
             if given.windows is not None or given.spec is None:
-                raise AppError(f"{where}: {called} joins {given.name}, which is {_why_not(given)}")
-            sides.append(_table_type(given))
+                raise AppError(f"{where}: {called} joins {given.name}, which is {why_not(given)}")
+            sides.append(table_type(given))
         schema = Schema(
-            _class_name(called),
+            class_name(called),
             (Field(left.name, Maybe(sides[0])), Field(right.name, Maybe(sides[1]))),
         )
         spec = StreamSpec(name=called, record=schema, content="record", table=True)
-        _checked(where, spec)
+        checked(where, spec)
         made: AppTable[Any] = AppTable(
             app=self, name=called, key_type=left.key_type, value=record_type(schema), default=None,
             spec=spec, location=where,
@@ -468,7 +477,7 @@ class App:
         return table
 
     def _check_new(self, name: str, where: Location) -> None:
-        _check_place(where, name, parse_stream)
+        check_place(where, name, parse_stream)
         known = self.streams.get(name) or self.tables.get(name)
         if known is not None:
             raise AppError(f"{where}: there is a {name} already, declared at {known.location}")
@@ -481,58 +490,3 @@ class App:
                 f"{known.location}: name one of them with name="
             )
         self.definitions[definition.name] = definition
-
-
-def _check_place(where: Location, name: str, check: Callable[[str], object]) -> None:
-    try:
-        check(name)
-    except UsageError as error:
-        raise AppError(f"{where}: {error}") from None
-
-
-def _declared(
-    where: Location, name: str, record: type[Record] | None, **settings: object
-) -> StreamSpec:
-    try:
-        spec = declare(name, record, **cast(Any, settings))
-    except UsageError as error:
-        raise AppError(f"{where}: {error}") from None
-    return _checked(where, spec)
-
-
-def _checked(where: Location, spec: StreamSpec) -> StreamSpec:
-    _check_place(where, spec.name, lambda _: check_spec(spec, PARTITIONS_MAX))
-    return spec
-
-
-def _length(where: Location, length: Duration | None, what: str) -> int | None:
-    try:
-        return None if length is None else duration_us(length, what)
-    except UsageError as error:
-        raise AppError(f"{where}: {error}") from None
-
-
-def _class_name(name: str) -> str:
-    made = "".join(part.title() for part in name.replace("-", "_").split("_"))
-    return made if made.isidentifier() else f"Row{made}"
-
-
-def _table_type(table: AppTable[Any]) -> Any:
-    if isinstance(table.value, type) and issubclass(table.value, Record):
-        return schema_of(table.value)
-    return type_of(table.value, table.name)
-
-
-def _why_not(table: AppTable[Any]) -> str:
-    return "windowed" if table.windows is not None else "derived from a DataFrame"
-
-
-def _looked_up(where: Location, name: str, stream: AppStream[Any], table: AppTable[Any]) -> Schema:
-    if stream.spec is None or stream.spec.record is None or table.spec is None:
-        raise AppError(
-            f"{where}: {name} needs records on both sides: give {stream.name} and {table.name} one"
-        )
-    if stream.spec.record.field(table.name) is not None:
-        raise AppError(f"{where}: {stream.name} has a field {table.name} already: rename the table")
-    joined = Field(table.name, Maybe(_table_type(table)))
-    return Schema(_class_name(name), (*stream.spec.record.fields, joined))

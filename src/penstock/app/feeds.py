@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from penstock.app.definitions import Feed
-from penstock.app.query import Position, Step, progress_key, saved_position
+from penstock.app.positions import Position, progress_key, saved_position
+from penstock.app.query import Step
 from penstock.app.streams import Emit
 from penstock.errors import ClosedError
 from penstock.log.api import Log

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
-import xxhash
 
-from penstock.app.agents import EXPIRY
 from penstock.app.definitions import Agent, Definition, TableJoin
+from penstock.app.positions import Position, producer_name, progress_key, saved_position
+from penstock.app.splits import free_splits, keyed_splits, merged
 from penstock.app.tables import AppTable
-from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range, Split
+from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range
 from penstock.errors import (
     CommitOutcomeUnknownError,
     LimitError,
@@ -28,11 +28,9 @@ from penstock.errors import (
     QueryFailedError,
 )
 from penstock.log.api import Commit, Committed, Holder, Log, Offsets
-from penstock.log.names import PRODUCER_CHARS_MAX
 from penstock.log.objects import Stream
-from penstock.records.event import microseconds, partition_of
+from penstock.records.event import microseconds
 
-SPLIT_ROWS = 262_144
 COMMIT_TRIES = 5
 PIN_S = 600.0
 IDLE_WAIT_S = 0.5
@@ -53,25 +51,6 @@ class QueryLimits(msgspec.Struct, frozen=True, kw_only=True):
     tasks: int = 2
 
 
-class Position(msgspec.Struct, kw_only=True):
-    """Where a definition is: saved as progress in every commit of its query.
-
-    `next` is the next offset by stream and partition; `again` are offsets behind it that were
-    not acknowledged; `workers` who handled a partition last; `producer` the name under which
-    the query commits, so that a runner that groups definitions otherwise can fence it. A query
-    that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of its state.
-    """
-
-    producer: str
-    sequence: int
-    next: dict[str, dict[int, int]]
-    again: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    workers: dict[str, dict[int, str]] = {}
-    time_us: int = 0
-    checkpoint: str = ""
-    plan: str = ""
-
-
 class Executor(Protocol):
     """Runs the splits of a batch, wherever; reports one outcome for each."""
 
@@ -90,21 +69,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
     hops_ms: tuple[tuple[float, int], ...]
     committed: Committed
-
-
-def progress_key(app: str, definition: str) -> str:
-    """Under which key a definition's position is saved."""
-    return f"app/{app}/{definition}"
-
-
-def producer_name(app: str, query: str) -> str:
-    """Under which name a query commits."""
-    name = f"app/{app}/{query}"
-    return (
-        name
-        if len(name) <= PRODUCER_CHARS_MAX
-        else f"app/{xxhash.xxh3_128_hexdigest(name.encode())}"
-    )
 
 
 class Query:
@@ -384,7 +348,7 @@ class Query:
             made.setdefault(name, {}).setdefault(partition, []).append((offset, offset + 1))
         for name, partitions in made.items():
             for partition, found in partitions.items():
-                partitions[partition] = joined = _merged(found)
+                partitions[partition] = joined = merged(found)
                 if sum(end - start for start, end in joined) > self._limits.unacknowledged_max:
                     raise LimitError(
                         f"query {self.name} left more than {self._limits.unacknowledged_max} "
@@ -458,75 +422,9 @@ def failed(failure: Failure) -> PenstockError:
     return QueryFailedError(f"{text}\n\n{failure.traceback}" if failure.traceback else text)
 
 
-def saved_position(log: Log, app: str, definition: str) -> Position | None:
-    """Where a definition is, as its last commit says."""
-    packed = log.progress(progress_key(app, definition))
-    return None if packed is None else msgspec.json.decode(packed, type=Position)
-
-
 def keeps_timers(definition: Definition) -> bool:
     """Whether an agent needs its table of timers: for timers, or for windows that expire."""
     if not isinstance(definition, Agent):
         return False
     windows = definition.state.windows if definition.state is not None else None
     return bool(definition.on_timer) or (windows is not None and windows.expires_us is not None)
-
-
-def free_splits(ranges: Sequence[Range]) -> list[Split]:
-    """Cuts of ranges whose events need no order: a function of the offsets alone."""
-    cut: list[Range] = []
-    for range_ in ranges:
-        at = range_.start
-        while at < range_.end:
-            end = min(range_.end, (at // SPLIT_ROWS + 1) * SPLIT_ROWS)
-            cut.append(Range(range_.stream, range_.partition, at, end))
-            at = end
-    return [Split(number=n, ranges=(range_,)) for n, range_ in enumerate(cut)]
-
-
-def keyed_splits(
-    ranges: Sequence[Range],
-    streams: Mapping[str, Stream],
-    tasks: int,
-    timers: Sequence[tuple[bytes, int]],
-    again: Sequence[Range],
-) -> list[Split]:
-    """Cuts that keep the events of a key together and in order.
-
-    A partition holds all events of its keys, so a task takes whole partitions; where a stream
-    has grown, or there are several, keys are in more than one partition: then each task reads
-    them all, and keeps its share of the keys.
-    """
-    grown = len(streams) > 1 or any(len(stream.grown) > 1 for stream in streams.values())
-    if grown:
-        return [
-            Split(number=n, ranges=tuple(ranges), slot=n, slots=tasks, again=tuple(again),
-                  timers=tuple(t for t in timers if _slot_of(t[0], tasks) == n))
-            for n in range(tasks)
-        ]  # fmt: skip
-    partitions = next(iter(streams.values())).partitions
-    homes = {r.partition for r in (*ranges, *again)} | {_slot_of(t[0], partitions) for t in timers}
-    return [
-        Split(
-            number=n,
-            ranges=tuple(r for r in ranges if r.partition == home),
-            again=tuple(r for r in again if r.partition == home),
-            timers=tuple(t for t in timers if _slot_of(t[0], partitions) == home),
-        )
-        for n, home in enumerate(sorted(homes))
-    ]
-
-
-def _slot_of(timer: bytes, slots: int) -> int:
-    key = timer[1:].rpartition(b"@")[0] if timer[:1] == EXPIRY else timer[1:]
-    return partition_of(key, slots)
-
-
-def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    made: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if made and start <= made[-1][1]:
-            made[-1] = (made[-1][0], max(made[-1][1], end))
-        else:
-            made.append((start, end))
-    return made

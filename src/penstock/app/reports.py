@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from penstock.app.query import Position, Step
+from penstock.app.positions import Position
+from penstock.app.query import Step
 from penstock.app.runner import QueryStatus, Runner, weighted_median
 from penstock.errors import PenstockError
 from penstock.log.api import Commit, Holder, Log

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.app.query import Position, producer_name, progress_key, saved_position
+from penstock.app.positions import Position, producer_name, progress_key, saved_position
 from penstock.errors import UnknownObjectError, UsageError
 from penstock.log.api import Commit, Log
 from penstock.log.objects import CreateStream, DropStream

@@ -17,21 +17,15 @@ from penstock.app.definitions import Agent, Definition, Feed, Lookup, Place, Rek
 from penstock.app.feeds import FeedQuery
 from penstock.app.joins import LookupWork, RekeyWork, TableJoinWork
 from penstock.app.plan import Plan, can_share, kind_of
-from penstock.app.query import (
-    Clock,
-    Executor,
-    Query,
-    QueryLimits,
-    Step,
-    keeps_timers,
-    saved_position,
-)
+from penstock.app.positions import saved_position
+from penstock.app.query import Clock, Executor, Query, QueryLimits, Step, keeps_timers
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import (
     AppError,
     FencedError,
     PenstockError,
     QueryFailedError,
+    SparkGoneError,
     UnknownObjectError,
     UsageError,
 )
@@ -268,7 +262,7 @@ class Runner:
 
 def is_worth_trying(error: Exception) -> bool:
     """Whether the same could succeed a little later."""
-    return not isinstance(error, FencedError | UsageError)
+    return not isinstance(error, FencedError | SparkGoneError | UsageError)
 
 
 def weighted_median(values: Sequence[tuple[float, int]]) -> float:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from penstock.app.loading import load_app
 from penstock.app.plan import plan
+from penstock.app.query import QueryLimits
 from penstock.app.reports import Reporter, agent_rows
 from penstock.app.reset import reset_query
 from penstock.app.runner import QueryStatus, Runner, RunnerOptions, build
@@ -82,6 +83,9 @@ def run(  # noqa: PLR0913  a parameter for each option
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when everything there is has been handled.")
     ] = False,
+    batch_rows: Annotated[
+        int, typer.Option("--batch-rows", min=1, help="At most so many events in a batch.")
+    ] = QueryLimits().batch_rows_max,
     settings: Annotated[
         list[str] | None,
         typer.Option("--conf", metavar="KEY=VALUE", help="A setting of Spark; may be repeated."),
@@ -110,9 +114,12 @@ def run(  # noqa: PLR0913  a parameter for each option
         spark = open_session(master, loaded.name, conf, folder / "spark.log")
         try:
             options = parse_options(log_option or [])
-            backend = SparkBackend(spark, folder, log_options=options)
+            limits = QueryLimits(
+                batch_rows_max=batch_rows, tasks=spark.sparkContext.defaultParallelism
+            )
+            backend = SparkBackend(spark, folder, log_options=options, limits=limits)
             runner_options = RunnerOptions()
-            runner = build(opened, chosen, backend, options=runner_options)
+            runner = build(opened, chosen, backend, limits=limits, options=runner_options)
             reporter = Reporter(runner, runner_options.metrics_interval_ms)
             runner.start()
             reporter.start()
@@ -122,7 +129,9 @@ def run(  # noqa: PLR0913  a parameter for each option
                 runner.stop()
                 reporter.stop()
         finally:
-            spark.stop()
+            # If Spark has died, there is nothing to stop.
+            with contextlib.suppress(Exception):
+                spark.stop()
         if json:
             say_json({"queries": runner.statuses()})
     failure = runner.failure()

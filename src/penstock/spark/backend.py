@@ -16,7 +16,7 @@ from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.executor import SparkExecutor
-from penstock.spark.failures import user_failure
+from penstock.spark.failures import spark_alive, user_failure
 from penstock.spark.frames import FrameExecutor, Shape
 from penstock.spark.streaming import StatefulQuery
 
@@ -81,7 +81,8 @@ class _Explaining:
 
     def run(self, batch: BatchOrder) -> list[Outcome]:
         try:
-            return self._executor.run(batch)
+            with spark_alive():
+                return self._executor.run(batch)
         except PySparkException as error:
             return [Outcome(failure=user_failure(self._definition, error))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from pyspark import SparkContext
 from pyspark.core.broadcast import Broadcast
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
+from penstock.errors import SparkGoneError
 from penstock.log import OptionValue
+from penstock.spark.failures import spark_alive
 from penstock.spark.shipping import pack, unpack
 from penstock.spark.worker import worker_log
 
@@ -43,11 +47,13 @@ class SparkExecutor:
         task = functools.partial(_run, self._program, self._works, self._url, self._options, order)
         count = len(batch.splits)
         # Numbers travel, not splits: the order holds them all.
-        told = self._context.parallelize(range(count), count).mapPartitions(task).collect()
+        with spark_alive():
+            told = self._context.parallelize(range(count), count).mapPartitions(task).collect()
         return [_OUTCOME.decode(outcome) for outcome in told]
 
     def close(self) -> None:
-        self._works.unpersist()
+        with contextlib.suppress(SparkGoneError, PySparkException), spark_alive():
+            self._works.unpersist()
 
 
 def _run(

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
+from collections.abc import Iterator
+
+from py4j.protocol import Py4JNetworkError
 
 from penstock.app.task import Failure, user_traceback
+from penstock.errors import SparkGoneError
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+, in .*$')
+
+
+@contextlib.contextmanager
+def spark_alive() -> Iterator[None]:
+    """Tell the death of Spark's own process from failures that are worth another try."""
+    try:
+        yield
+    except (Py4JNetworkError, ConnectionError) as error:
+        raise SparkGoneError(
+            "Spark's process has died (see spark.log beside the checkpoints): start the app again; "
+            "it goes on where it was"
+        ) from error
 
 
 def user_failure(definition: str, error: BaseException) -> Failure:

@@ -22,23 +22,21 @@ from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
 from pyspark.sql.streaming.query import StreamingQuery
 
 from penstock.app.definitions import Definition, Derivation
-from penstock.app.query import (
-    Position,
-    Step,
-    failed,
-    producer_name,
-    progress_key,
-    saved_position,
-    told,
-)
+from penstock.app.positions import Position, producer_name, progress_key, saved_position
+from penstock.app.query import Step, failed, told
 from penstock.app.tables import AppTable
 from penstock.app.task import BatchOrder, Outcome, Range, Split
 from penstock.app.windows import Windows
-from penstock.errors import CommitOutcomeUnknownError, PenstockError, PlanChangedError
+from penstock.errors import (
+    CommitOutcomeUnknownError,
+    PenstockError,
+    PlanChangedError,
+    SparkGoneError,
+)
 from penstock.log import OptionValue
 from penstock.log.api import Commit, Committed, Holder, Log
 from penstock.spark.columns import stream_columns
-from penstock.spark.failures import user_failure
+from penstock.spark.failures import spark_alive, user_failure
 from penstock.spark.frames import (
     Shape,
     collect_staged,
@@ -111,6 +109,13 @@ class StatefulQuery:
         self._error = None
         self._marker = self._checked_marker()
         self._holder = self._log.hold(self.producer)
+        with spark_alive():
+            self._follow(stop)
+        if self._error is not None:
+            raise self._error
+
+    def _follow(self, stop: threading.Event) -> None:
+        """Start Spark's query and stay with it until it ends, or is told to."""
         self._query = self._start()
         try:
             while not stop.is_set():
@@ -120,8 +125,6 @@ class StatefulQuery:
             raise self._known(error) from None
         finally:
             self._stop(self._query)
-        if self._error is not None:
-            raise self._error
 
     def _start(self) -> StreamingQuery:
         shape = self._shape
@@ -154,7 +157,7 @@ class StatefulQuery:
         )
 
     def _stop(self, query: StreamingQuery) -> None:
-        with contextlib.suppress(PySparkException):
+        with contextlib.suppress(PySparkException, SparkGoneError), spark_alive():
             query.stop()
 
     # One micro-batch
@@ -272,7 +275,9 @@ class StatefulQuery:
         if query is None or self._is_busy:
             return False
         if not self._is_quiet:
-            self._is_quiet = query.status["message"] == NOTHING_TO_DO and not self._is_busy
+            with spark_alive():
+                message = query.status["message"]
+            self._is_quiet = message == NOTHING_TO_DO and not self._is_busy
         return self._is_quiet and self.lag() == 0
 
     def late_rows(self) -> int:

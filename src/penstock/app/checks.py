@@ -1,0 +1,71 @@
+"""Checks of declarations, whose errors name the file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from penstock.app.location import Location
+from penstock.app.streams import AppStream
+from penstock.app.tables import AppTable
+from penstock.app.windows import Duration, duration_us
+from penstock.errors import AppError, UsageError
+from penstock.log.objects import StreamSpec, check_spec, declare
+from penstock.records.schema import Field, Maybe, Record, Schema, schema_of, type_of
+
+PARTITIONS_MAX = 1000
+
+
+def check_place(where: Location, name: str, check: Callable[[str], object]) -> None:
+    try:
+        check(name)
+    except UsageError as error:
+        raise AppError(f"{where}: {error}") from None
+
+
+def declared(
+    where: Location, name: str, record: type[Record] | None, **settings: object
+) -> StreamSpec:
+    try:
+        spec = declare(name, record, **cast(Any, settings))
+    except UsageError as error:
+        raise AppError(f"{where}: {error}") from None
+    return checked(where, spec)
+
+
+def checked(where: Location, spec: StreamSpec) -> StreamSpec:
+    check_place(where, spec.name, lambda _: check_spec(spec, PARTITIONS_MAX))
+    return spec
+
+
+def length(where: Location, length: Duration | None, what: str) -> int | None:
+    try:
+        return None if length is None else duration_us(length, what)
+    except UsageError as error:
+        raise AppError(f"{where}: {error}") from None
+
+
+def class_name(name: str) -> str:
+    made = "".join(part.title() for part in name.replace("-", "_").split("_"))
+    return made if made.isidentifier() else f"Row{made}"
+
+
+def table_type(table: AppTable[Any]) -> Any:
+    if isinstance(table.value, type) and issubclass(table.value, Record):
+        return schema_of(table.value)
+    return type_of(table.value, table.name)
+
+
+def why_not(table: AppTable[Any]) -> str:
+    return "windowed" if table.windows is not None else "derived from a DataFrame"
+
+
+def looked_up(where: Location, name: str, stream: AppStream[Any], table: AppTable[Any]) -> Schema:
+    if stream.spec is None or stream.spec.record is None or table.spec is None:
+        raise AppError(
+            f"{where}: {name} needs records on both sides: give {stream.name} and {table.name} one"
+        )
+    if stream.spec.record.field(table.name) is not None:
+        raise AppError(f"{where}: {stream.name} has a field {table.name} already: rename the table")
+    joined = Field(table.name, Maybe(table_type(table)))
+    return Schema(class_name(name), (*stream.spec.record.fields, joined))

@@ -1,0 +1,49 @@
+"""Where a definition is in its inputs: the progress that its query saves in every commit."""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+from penstock.log.api import Log
+from penstock.log.names import PRODUCER_CHARS_MAX
+
+
+class Position(msgspec.Struct, kw_only=True):
+    """Where a definition is: saved as progress in every commit of its query.
+
+    `next` is the next offset by stream and partition; `again` are offsets behind it that were
+    not acknowledged; `workers` who handled a partition last; `producer` the name under which
+    the query commits, so that a runner that groups definitions otherwise can fence it. A query
+    that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of its state.
+    """
+
+    producer: str
+    sequence: int
+    next: dict[str, dict[int, int]]
+    again: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    workers: dict[str, dict[int, str]] = {}
+    time_us: int = 0
+    checkpoint: str = ""
+    plan: str = ""
+
+
+def progress_key(app: str, definition: str) -> str:
+    """Under which key a definition's position is saved."""
+    return f"app/{app}/{definition}"
+
+
+def producer_name(app: str, query: str) -> str:
+    """Under which name a query commits."""
+    name = f"app/{app}/{query}"
+    return (
+        name
+        if len(name) <= PRODUCER_CHARS_MAX
+        else f"app/{xxhash.xxh3_128_hexdigest(name.encode())}"
+    )
+
+
+def saved_position(log: Log, app: str, definition: str) -> Position | None:
+    """Where a definition is, as its last commit says."""
+    packed = log.progress(progress_key(app, definition))
+    return None if packed is None else msgspec.json.decode(packed, type=Position)

@@ -1,0 +1,129 @@
+"""A running app as a process that can be killed: the runner, Spark's JVM, or a worker."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+Victim = Literal["runner", "jvm", "worker"]
+VICTIMS: tuple[Victim, ...] = ("runner", "jvm", "worker")
+
+
+class RunnerProcess:
+    """`penstock run` in a process of its own, with everything that it starts.
+
+    Spark is told to compile less: it starts sooner, and is killed soon anyway.
+    """
+
+    def __init__(
+        self,
+        app: Path,
+        log: Path,
+        *,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        output: Path | None = None,
+    ) -> None:
+        quick = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"
+        self._command = [
+            sys.executable, "-m", "penstock.cli", "run", str(app), "--log", str(log),
+            "--conf", quick, *arguments,
+        ]  # fmt: skip
+        self._environment = {**os.environ, **(environment or {})}
+        self._output = output
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        out = (self._output or Path(os.devnull)).open("ab")
+        with out:
+            self._process = subprocess.Popen(
+                self._command, stdout=out, stderr=out, env=self._environment,
+                start_new_session=True,
+            )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill_all()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "enter the block first"
+        return self._process
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, or `None` if it still runs then."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self, victim: Victim, chance: random.Random) -> bool:
+        """SIGKILL to one process of that kind; False if there is none at the moment."""
+        found = [self.process.pid] if victim == "runner" else self._members(victim)
+        if not found:
+            return False
+        os.kill(chance.choice(found), signal.SIGKILL)
+        return True
+
+    def _members(self, victim: Victim) -> list[int]:
+        found = []
+        for pid, command in _processes(self.process.pid):
+            is_java = "org.apache.spark.deploy.SparkSubmit" in command
+            is_worker = "penstock.spark.daemon" in command or "pyspark" in command
+            if (is_java and victim == "jvm") or (is_worker and not is_java and victim == "worker"):
+                found.append(pid)
+        return found
+
+    def kill_all(self) -> None:
+        """End everything, the hard way."""
+        for pid, _ in _processes(self.process.pid):
+            _try_kill(pid)
+        _try_kill(self.process.pid)
+        self.process.wait(30)
+
+
+def _try_kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _processes(session: int) -> list[tuple[int, str]]:
+    """The processes of a session with their command lines, its leader left out."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == session:
+            continue
+        try:
+            if os.getsid(int(folder.name)) == session:
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found.append((int(folder.name), command))
+        except (ProcessLookupError, FileNotFoundError, PermissionError):
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    """Wait for a condition, with a deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen within {timeout_s} s")
+        time.sleep(0.02)
