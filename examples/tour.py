@@ -48,7 +48,7 @@ def shop(path: str, start: int) -> None:
             producer.send("orders", order(number), id=number)
             if number % 500 == 0:
                 producer.flush()
-                print(number, flush=True)  # noqa: T201  read by the parent
+                print(number, flush=True)
 
 
 def run_shop(path: Path, start: int, kill_at: int | None) -> int:

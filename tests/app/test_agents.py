@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -327,7 +328,8 @@ def test_dead_letters_tell_everything(tmp_path: Path) -> None:
         run.send(orders, Order("ada", "poison", 5), Order("bob", "tea"))
         run.until_idle()
         assert [a.user for a in run.events(alerts)] == ["bob"]
-        (letter,) = run.events(app.streams["handle_dead"])
+        letters: list[Any] = run.events(app.streams["handle_dead"])
+        (letter,) = letters
         assert (letter.agent, letter.stream, letter.offset, letter.key) == (
             "handle", "orders", 0, "ada",
         )  # fmt: skip

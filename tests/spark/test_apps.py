@@ -11,11 +11,20 @@ import pytest
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from penstock import App, AppStream, Context, Entry, Record, hopping, session, tumbling
+from penstock import App, AppStream, AppTable, Context, Entry, Record, hopping, session, tumbling
 from penstock.errors import AppError, PlanChangedError, QueryFailedError
 from penstock.testing.apps import AppTest
 
 START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+
+def rows(run: AppTest, stream: AppStream[object]) -> list[Any]:
+    """Data whose class only Spark knows."""
+    return run.events(stream)
+
+
+def entries(run: AppTest, table: AppTable[object]) -> dict[Any, Any]:
+    return run.table(table)
 
 
 def at(seconds: float) -> dt.datetime:
@@ -83,10 +92,10 @@ def test_an_app_from_stream_to_stream(spark: SparkSession, tmp_path: Path) -> No
         expected: dict[str, int] = {}
         for n in range(10, 20):
             expected[f"u{n % 3}"] = expected.get(f"u{n % 3}", 0) + n
-        assert len(run.events(big)) == 10
-        assert run.table(spent) == expected
-        assert {k: v.total for k, v in run.table(highest).items()} == expected
-        last = {row.user: row.total for row in run.events(rising)}
+        assert len(rows(run, big)) == 10
+        assert entries(run, spent) == expected
+        assert {k: v.total for k, v in entries(run, highest).items()} == expected
+        last = {row.user: row.total for row in rows(run, rising)}
         assert last == expected
 
 
@@ -100,10 +109,10 @@ def test_lookup(spark: SparkSession, tmp_path: Path) -> None:
         run.send(customers, Customer("Ada", "Paris"), key="ada")
         run.send(shop.orders, Order("ada", "tea", 1, at(0)), Order("bob", "jam", 2, at(1)))
         run.until_idle()
-        found = {row.user: row.customers for row in run.events(wide)}
+        found = {row.user: row.customers for row in rows(run, wide)}
         assert found["ada"].city == "Paris"
         assert found["bob"] is None
-        assert [row.user for row in run.events(known)] == ["ada"]
+        assert [row.user for row in rows(run, known)] == ["ada"]
 
 
 @pytest.mark.row("F7")
@@ -123,7 +132,7 @@ def test_a_table_as_a_data_frame_beside_a_stream(spark: SparkSession, tmp_path: 
         run.send(customers, Customer("Ada", "Rome"), key="ada")
         run.send(shop.orders, Order("ada", "tea", 8, at(2)))
         run.until_idle()
-        assert [(r.city, r.amount) for r in run.events(cities)] == [("Paris", 7), ("Rome", 8)]
+        assert [(r.city, r.amount) for r in rows(run, cities)] == [("Paris", 7), ("Rome", 8)]
 
 
 @pytest.mark.row("F6")
@@ -144,7 +153,7 @@ def test_a_join_of_tables_follows_both_sides(tmp_path: Path, how: str) -> None:
                 "right": money.keys(),
                 "outer": people.keys() | money.keys(),
             }[how]
-            found = {k: (v.customers, v.balance) for k, v in run.table(joined).items()}
+            found = {k: (v.customers, v.balance) for k, v in entries(run, joined).items()}
             assert {k: (c and c.name, b) for k, (c, b) in found.items()} == {
                 k: (people[k].name if k in people else None, money.get(k)) for k in keys
             }
@@ -174,13 +183,13 @@ def test_a_join_of_streams(spark: SparkSession, tmp_path: Path, how: str) -> Non
         run.send(shop.orders, Order("ada", "tea", 1, at(0)), Order("bob", "jam", 2, at(1)))
         run.send(payments, Payment("ada", 10, at(3)), Payment("eve", 20, at(2)))
         run.until_idle()
-        assert [(r.user, r.item, r.paid) for r in run.events(paid)] == [("ada", "tea", 10)]
+        assert [(r.user, r.item, r.paid) for r in rows(run, paid)] == [("ada", "tea", 10)]
         # Much later events of others: whoever has no partner by now will not get one.
         for second in (100, 200):
             run.send(shop.orders, Order("zoe", "x", 0, at(second)))
             run.send(payments, Payment("yan", 0, at(second)))
             run.until_idle()
-        found = {(r.user, r.item, r.paid) for r in run.events(paid)} - {
+        found = {(r.user, r.item, r.paid) for r in rows(run, paid)} - {
             ("zoe", "x", None), ("yan", None, 0),
         }  # fmt: skip
         expected: set[tuple[str, str | None, int | None]] = {("ada", "tea", 10)}
@@ -225,7 +234,7 @@ def test_windows_close_by_events_of_other_keys(
             Order("a", "tea", 1, at(1)), Order("b", "tea", 2, at(7)), Order("a", "tea", 4, at(12)),
         )  # fmt: skip
         run.until_idle()
-        assert run.events(closed) == []
+        assert rows(run, closed) == []
         run.send(shop.orders, Order("z", "other", 0, at(100)))
         run.until_idle()
         found = sorted(
@@ -234,14 +243,14 @@ def test_windows_close_by_events_of_other_keys(
                 round((row.window.end - START).total_seconds()),
                 row.sum,
             )
-            for row in run.events(closed)
+            for row in rows(run, closed)
             if row.item == "tea"
         )
         assert found == [row for row in expected if row[2]]
-        assert run.events(late) == []
+        assert rows(run, late) == []
         run.send(shop.orders, Order("a", "tea", 99, at(2)), Order("a", "tea", 5, at(95)))
         run.until_idle()
-        assert [row.amount for row in run.events(late)] == [99]
+        assert [row.amount for row in rows(run, late)] == [99]
 
 
 def test_a_windowed_table_shows_open_windows(spark: SparkSession, tmp_path: Path) -> None:
@@ -256,7 +265,7 @@ def test_a_windowed_table_shows_open_windows(spark: SparkSession, tmp_path: Path
         run.until_idle()
         run.send(shop.orders, Order("a", "tea", 1, at(2)), Order("a", "tea", 1, at(11)))
         run.until_idle()
-        assert {k: v.count for k, v in run.table(counts).items()} == {
+        assert {k: v.count for k, v in entries(run, counts).items()} == {
             '["tea","2026-01-01T00:00:00.000Z"]': 2,
             '["tea","2026-01-01T00:00:10.000Z"]': 1,
         }
@@ -273,7 +282,7 @@ def test_uuids_differ_from_batch_to_batch(spark: SparkSession, tmp_path: Path) -
         for n in range(3):
             run.send(shop.orders, Order("ada", "tea", n, at(n)))
             run.until_idle()
-        assert len({row.mark for row in run.events(marked)}) == 3
+        assert len({row.mark for row in rows(run, marked)}) == 3
 
 
 # Restarts and refusals
@@ -294,7 +303,9 @@ def test_state_survives_a_restart(spark: SparkSession, tmp_path: Path) -> None:
         run.restart()
         run.send(shop.orders, Order("a", "tea", 6, at(2)))
         run.until_idle()
-        assert {k: v.total for k, v in run.table(shop.app.tables["total"]).items()} == {"tea": 11}
+        assert {k: v.total for k, v in entries(run, shop.app.tables["total"]).items()} == {
+            "tea": 11
+        }
 
 
 def test_a_changed_plan_is_refused(spark: SparkSession, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_nothing_else_is_raised_on_purpose() -> None:
     """Every `raise` in the library is one of ours, or says that the program itself is wrong."""
     allowed = {"AssertionError", "TypeError", "ValueError", "NotImplementedError"}
     ours = {name for name, error in inspect.getmembers(errors, inspect.isclass)}
-    ours |= {"FailpointError", "StreamChangedError", "WrongBatchError"}
+    ours |= {"FailpointError", "StreamChangedError", "WrongBatchError", "FailedError"}
     folder = Path(penstock.__file__).parent
     for path in folder.rglob("*.py"):
         if "testing" in path.parts or "cli" in path.parts:

@@ -112,7 +112,7 @@ class _Run:
         try:
             return self._state.part(self._composer)
         except PenstockError as error:
-            table = cast(AppTable[Any], self._agent.state)
+            table = cast(AppTable[object], self._agent.state)
             what = f"what it left in table {table.name} is not what the table holds: {error}"
             raise FailedError(
                 Failure(definition=self._agent.name, place=table.name, error=what, traceback="")
@@ -212,7 +212,7 @@ class _Run:
         return self._windowed(row.key, time_)
 
     def _windowed(self, key: bytes, time_: dt.datetime) -> WindowedEntry[Any]:
-        state, table = cast(State, self._state), cast(AppTable[Any], self._agent.state)
+        state, table = cast(State, self._state), cast(AppTable[object], self._agent.state)
         windows = table.windows
         assert windows is not None  # noqa: S101  asked by the caller
 
@@ -253,7 +253,7 @@ class _Run:
             self._note_unacknowledged(rows, context)
 
     def _undoing(self, key: bytes) -> Callable[[], None] | None:
-        state, table = cast(State, self._state), cast(AppTable[Any], self._agent.state)
+        state, table = cast(State, self._state), cast(AppTable[object], self._agent.state)
         if table.windows is not None:
             return state.checkpoint()
         kept = state.keep(key)
@@ -366,7 +366,7 @@ def _event(row: _Row, agent: Agent) -> Event[object]:
     return next(iter(row.batch.sliced(offset, offset + 1).events(agent.signature.record)))
 
 
-def _view(log: Log, table: AppTable[Any], pin: Pin | None) -> TableView[Any]:
+def _view(log: Log, table: AppTable[object], pin: Pin | None) -> TableView[Any]:
     values = Values(table, log.stream(table.name))
 
     def get(key: Key) -> object:

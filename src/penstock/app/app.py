@@ -6,7 +6,7 @@ Declaring does nothing: no Spark, no log. `plan` checks the whole, and a runner 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Literal, ParamSpec, TypeVar, overload
 
 from penstock.app.checks import (
     check_place,
@@ -57,8 +57,8 @@ class App:
     def __init__(self, name: str) -> None:
         check_name(name, "app")
         self.name = name
-        self.streams: dict[str, AppStream[Any]] = {}
-        self.tables: dict[str, AppTable[Any]] = {}
+        self.streams: dict[str, AppStream[object]] = {}
+        self.tables: dict[str, AppTable[object]] = {}
         self.definitions: dict[str, Definition] = {}
 
     # Streams and tables
@@ -84,7 +84,7 @@ class App:
         time: str | None = None,
         watermark: Duration | None = None,
         **settings: object,
-    ) -> AppStream[Any]:
+    ) -> AppStream[object]:
         """Declare a stream, made in the log when the app first runs.
 
         `watermark` is how much later than the newest event others may come; what comes later
@@ -155,45 +155,45 @@ class App:
 
     @overload
     def derive(
-        self, *inputs: AppStream[Any] | AppTable[Any], record: type[R], key: str | None = ...,
+        self, *inputs: Place, record: type[R], key: str | None = ...,
         name: str | None = ..., time: str | None = ..., watermark: Duration | None = ...,
-        window: Windows | None = ..., late: AppStream[Any] | None = ...,
+        window: Windows | None = ..., late: AppStream[object] | None = ...,
         partitions: int | None = ...,
     ) -> Callable[[Function], AppStream[R]]: ...  # fmt: skip
 
     @overload
     def derive(
-        self, *inputs: AppStream[Any] | AppTable[Any], record: None = None, key: str | None = ...,
+        self, *inputs: Place, record: None = None, key: str | None = ...,
         name: str | None = ..., time: str | None = ..., watermark: Duration | None = ...,
-        window: Windows | None = ..., late: AppStream[Any] | None = ...,
+        window: Windows | None = ..., late: AppStream[object] | None = ...,
         partitions: int | None = ...,
-    ) -> Callable[[Function], AppStream[Any]]: ...  # fmt: skip
+    ) -> Callable[[Function], AppStream[object]]: ...  # fmt: skip
 
     def derive(
         self,
-        *inputs: AppStream[Any] | AppTable[Any],
+        *inputs: Place,
         key: str | None = None,
         record: type[Record] | None = None,
         name: str | None = None,
         time: str | None = None,
         watermark: Duration | None = None,
         window: Windows | None = None,
-        late: AppStream[Any] | None = None,
+        late: AppStream[object] | None = None,
         partitions: int | None = None,
-    ) -> Callable[[Function], AppStream[Any]]:
+    ) -> Callable[[Function], AppStream[object]]:
         """Make a stream of what a function of DataFrames gives: one DataFrame per input.
 
         With a `window`, the first input has a column `window` to group by; what comes too late
         for its window goes to `late`.
         """
 
-        def decorate(function: Function) -> AppStream[Any]:
+        def decorate(function: Function) -> AppStream[object]:
             where = of_function(function.__code__)
             called = name or function.__name__
             spec = None
             if record is not None:
                 spec = declared(where, called, record, key=key, time=time, partitions=partitions)
-            made: AppStream[Any] = AppStream(
+            made: AppStream[object] = AppStream(
                 app=self, name=called, record=record, spec=spec, key=key, time=time,
                 watermark_us=length(where, watermark, "the watermark"), location=where,
                 settings={} if partitions is None else {"partitions": partitions},
@@ -206,25 +206,25 @@ class App:
 
     def derive_table(
         self,
-        *inputs: AppStream[Any] | AppTable[Any],
+        *inputs: Place,
         key: str | Sequence[str],
         name: str | None = None,
         window: Windows | None = None,
-        late: AppStream[Any] | None = None,
+        late: AppStream[object] | None = None,
         public: bool = False,
-    ) -> Callable[[Function], AppTable[Any]]:
+    ) -> Callable[[Function], AppTable[object]]:
         """Make a table of what a function of DataFrames gives: the latest row of each key.
 
         `key` is a column or several. A row whose column `_deleted` is true removes its key.
         """
 
-        def decorate(function: Function) -> AppTable[Any]:
+        def decorate(function: Function) -> AppTable[object]:
             where = of_function(function.__code__)
             called = name or function.__name__
             keys = (key,) if isinstance(key, str) else tuple(key)
             if not keys or not all(keys):
                 raise AppError(f"{where}: table {called} has no key: name its columns")
-            made: AppTable[Any] = AppTable(
+            made: AppTable[object] = AppTable(
                 app=self, name=called, key_type=str, value=None, default=None, spec=None,
                 location=where, public=public, key=keys[0] if len(keys) == 1 else keys,
             )  # fmt: skip
@@ -238,10 +238,10 @@ class App:
         self,
         name: str,
         function: Function,
-        inputs: tuple[AppStream[Any] | AppTable[Any], ...],
-        output: AppStream[Any] | AppTable[Any],
+        inputs: tuple[Place, ...],
+        output: Place,
         window: Windows | None,
-        late: AppStream[Any] | None,
+        late: AppStream[object] | None,
         where: Location,
     ) -> None:
         check_place(where, name, parse_stream)
@@ -265,11 +265,11 @@ class App:
 
     def agent(  # noqa: PLR0913  each is a word of its own, and most are left out
         self,
-        stream: AppStream[Any],
+        stream: AppStream[object],
         *,
-        state: AppTable[Any] | None = None,
-        reads: AppTable[Any] | Sequence[AppTable[Any]] = (),
-        to: AppStream[Any] | Sequence[AppStream[Any]] = (),
+        state: AppTable[object] | None = None,
+        reads: AppTable[object] | Sequence[AppTable[object]] = (),
+        to: AppStream[object] | Sequence[AppStream[object]] = (),
         name: str | None = None,
         on_error: OnError = "stop",
         retries: int = 0,
@@ -317,15 +317,15 @@ class App:
 
         return decorate
 
-    def _dead_letters(self, agent: str, where: Location) -> AppStream[Any]:
+    def _dead_letters(self, agent: str, where: Location) -> AppStream[object]:
         name = f"{agent}_dead"
         spec = declared(where, name, DeadLetter)
-        made: AppStream[Any] = AppStream(
+        made: AppStream[object] = AppStream(
             app=self, name=name, record=DeadLetter, spec=spec, key=None, location=where
         )
         return self._add_stream(made)
 
-    def _timers(self, agent: str, where: Location) -> AppTable[Any]:
+    def _timers(self, agent: str, where: Location) -> AppTable[object]:
         """Where an agent's timers are kept; made in the log only for agents that set some."""
         schema, settings = value_schema(f"{agent}_timers", int, where)
         spec = StreamSpec(
@@ -373,9 +373,9 @@ class App:
         return self._add_stream(made)
 
     def _lookup(
-        self, stream: AppStream[Any], table: AppTable[Any], how: Literal["left", "inner"],
+        self, stream: AppStream[object], table: AppTable[object], how: Literal["left", "inner"],
         name: str | None,
-    ) -> AppStream[Any]:  # fmt: skip
+    ) -> AppStream[object]:  # fmt: skip
         where = caller()
         called = name or f"{stream.name}_with_{table.name}"
         for given in (stream, table):
@@ -392,7 +392,7 @@ class App:
             partitions=None if stream.spec is None else stream.spec.partitions,
         )  # fmt: skip
         checked(where, spec)
-        made: AppStream[Any] = AppStream(
+        made: AppStream[object] = AppStream(
             app=self, name=called, record=record_type(schema), spec=spec, key=stream.key,
             time=stream.time, watermark_us=stream.watermark_us, location=where,
         )  # fmt: skip
@@ -403,9 +403,9 @@ class App:
         return self._add_stream(made)
 
     def _join(
-        self, left: AppStream[Any], right: AppStream[Any], on: str, within: Duration, how: How,
-        name: str | None,
-    ) -> AppStream[Any]:  # fmt: skip
+        self, left: AppStream[object], right: AppStream[object], on: str, within: Duration,
+        how: How, name: str | None,
+    ) -> AppStream[object]:  # fmt: skip
         where = caller()
         called = name or f"{left.name}_{right.name}"
         for given in (left, right):
@@ -415,7 +415,7 @@ class App:
                     f"{where}: {called} joins {given.name}, which needs a time and a watermark: "
                     "without them its state would grow for ever"
                 )
-        made: AppStream[Any] = AppStream(
+        made: AppStream[object] = AppStream(
             app=self, name=called, record=None, spec=None, key=on, location=where
         )
         within_us = length(where, within, "within") or 0
@@ -426,8 +426,8 @@ class App:
         return self._add_stream(made)
 
     def _join_tables(
-        self, left: AppTable[Any], right: AppTable[Any], how: How, name: str | None
-    ) -> AppTable[Any]:
+        self, left: AppTable[object], right: AppTable[object], how: How, name: str | None
+    ) -> AppTable[object]:
         where = caller()
         called = name or f"{left.name}_{right.name}"
         sides = []
@@ -442,7 +442,7 @@ class App:
         )
         spec = StreamSpec(name=called, record=schema, content="record", table=True)
         checked(where, spec)
-        made: AppTable[Any] = AppTable(
+        made: AppTable[object] = AppTable(
             app=self, name=called, key_type=left.key_type, value=record_type(schema), default=None,
             spec=spec, location=where,
         )  # fmt: skip

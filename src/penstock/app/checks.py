@@ -50,17 +50,19 @@ def class_name(name: str) -> str:
     return made if made.isidentifier() else f"Row{made}"
 
 
-def table_type(table: AppTable[Any]) -> Any:
+def table_type(table: AppTable[object]) -> Any:
     if isinstance(table.value, type) and issubclass(table.value, Record):
         return schema_of(table.value)
     return type_of(table.value, table.name)
 
 
-def why_not(table: AppTable[Any]) -> str:
+def why_not(table: AppTable[object]) -> str:
     return "windowed" if table.windows is not None else "derived from a DataFrame"
 
 
-def looked_up(where: Location, name: str, stream: AppStream[Any], table: AppTable[Any]) -> Schema:
+def looked_up(
+    where: Location, name: str, stream: AppStream[object], table: AppTable[object]
+) -> Schema:
     if stream.spec is None or stream.spec.record is None or table.spec is None:
         raise AppError(
             f"{where}: {name} needs records on both sides: give {stream.name} and {table.name} one"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.app.location import Location
 from penstock.app.streams import AppStream, How
@@ -15,7 +15,7 @@ from penstock.records.schema import Record
 if TYPE_CHECKING:
     from penstock.app.signature import Signature
 
-Place = AppStream[Any] | AppTable[Any]
+Place = AppStream[object] | AppTable[object]
 OnError = Literal["stop", "skip", "dead-letter"]
 
 
@@ -27,7 +27,7 @@ class Definition:
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
     location: Location
-    reads: tuple[AppTable[Any], ...] = ()
+    reads: tuple[AppTable[object], ...] = ()
 
     @property
     def triggers(self) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ class Derivation(Definition):
 
     function: Callable[..., object] = field(repr=False)
     windows: Windows | None = None
-    late: AppStream[Any] | None = None
+    late: AppStream[object] | None = None
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
@@ -50,14 +50,14 @@ class Agent(Definition):
 
     function: Callable[..., object] = field(repr=False)
     signature: Signature
-    state: AppTable[Any] | None = None
+    state: AppTable[object] | None = None
     on_error: OnError = "stop"
     retries: int = 0
     backoff_ms: int = 100
     batch_rows: int = 1000
     manual_ack: bool = False
-    dead: AppStream[Any] | None = None
-    timers: AppTable[Any] | None = None
+    dead: AppStream[object] | None = None
+    timers: AppTable[object] | None = None
     on_timer: list[Callable[..., object]] = field(default_factory=list, repr=False)
 
     def __call__(self, *arguments: object) -> object:

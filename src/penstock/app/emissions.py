@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -41,7 +40,7 @@ class Emissions:
         self._query = query
         self._agent = agent
         self.rows = 0
-        streams: list[AppStream[Any]] = [p for p in agent.outputs if isinstance(p, AppStream)]
+        streams: list[AppStream[object]] = [p for p in agent.outputs if isinstance(p, AppStream)]
         self._boxes = {s.name: _Outbox(log.stream(s.name), s.record) for s in streams}
         chosen = [s for s in streams if s is not agent.dead]
         self._by_class = {s.record: self._boxes[s.name] for s in chosen if s.record is not None}

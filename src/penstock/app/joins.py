@@ -85,7 +85,7 @@ class TableJoinWork:
     def __init__(self, app: str, definition: TableJoin) -> None:
         self.name = definition.name
         self._source = f"{app}.{definition.name}"
-        self._output: AppTable[Any] = cast(AppTable[Any], definition.outputs[0])
+        self._output: AppTable[object] = cast(AppTable[object], definition.outputs[0])
         self._sides = definition.reads
         self._how = definition.how
 
@@ -117,7 +117,7 @@ class TableJoinWork:
 
 
 def read_values(
-    log: Log, table: AppTable[Any], keys: Sequence[bytes], pin: Pin | None
+    log: Log, table: AppTable[object], keys: Sequence[bytes], pin: Pin | None
 ) -> list[object]:
     """The values of these keys at one moment; `None` where there is none."""
     wanted = [key for key in keys if key is not None]

@@ -63,12 +63,14 @@ class Reporter:
         self._holder: Holder | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        if self._interval_s:
+            self._thread.start()
 
     def stop(self) -> None:
         """Report once more, and end."""
         self._stop.set()
-        self._thread.join(10)
+        if self._thread.is_alive():
+            self._thread.join(10)
 
     def _run(self) -> None:
         log = self._runner.log

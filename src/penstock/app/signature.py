@@ -6,7 +6,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union
+from typing import Literal, NamedTuple, Union
 
 from penstock.app.context import Context, TableView
 from penstock.app.entry import Entry, WindowedEntry
@@ -34,10 +34,10 @@ class Signature(NamedTuple):
 def read_signature(
     name: str,
     function: Callable[..., object],
-    stream: AppStream[Any],
-    state: AppTable[Any] | None,
-    reads: tuple[AppTable[Any], ...],
-    outputs: tuple[AppStream[Any], ...],
+    stream: AppStream[object],
+    state: AppTable[object] | None,
+    reads: tuple[AppTable[object], ...],
+    outputs: tuple[AppStream[object], ...],
     where: Location,
 ) -> Signature:
     """How to call the function; `AppError` where it cannot take what the agent will get."""
@@ -52,7 +52,7 @@ def read_signature(
         raise AppError(f"{what} takes nothing: its first parameter is the event")
     first, record = _first(hints.get(names[0]), stream, what)
     arguments: list[Argument] = [first]
-    expected: list[tuple[Argument, AppTable[Any] | None]] = []
+    expected: list[tuple[Argument, AppTable[object] | None]] = []
     expected += [("entry", state)] if state is not None else []
     expected += [("view", table) for table in reads]
     for parameter in names[1:]:
@@ -99,7 +99,9 @@ def _origin(hint: object) -> object:
     return typing.get_origin(hint) or hint
 
 
-def _first(hint: object, stream: AppStream[Any], what: str) -> tuple[Argument, type[Record] | None]:
+def _first(
+    hint: object, stream: AppStream[object], what: str
+) -> tuple[Argument, type[Record] | None]:
     plural = False
     if _origin(hint) is list:
         plural, hint = True, typing.get_args(hint)[0]
@@ -122,7 +124,7 @@ def _first(hint: object, stream: AppStream[Any], what: str) -> tuple[Argument, t
     return "data", record
 
 
-def _check_record(wanted: type[Record], stream: AppStream[Any], what: str) -> None:
+def _check_record(wanted: type[Record], stream: AppStream[object], what: str) -> None:
     held = None if stream.spec is None else stream.spec.record
     if held is None or wanted is stream.record:
         return
@@ -133,7 +135,7 @@ def _check_record(wanted: type[Record], stream: AppStream[Any], what: str) -> No
         )
 
 
-def _check_role(hint: object, role: Argument, table: AppTable[Any], what: str) -> None:
+def _check_role(hint: object, role: Argument, table: AppTable[object], what: str) -> None:
     if hint is None:
         return
     wanted: tuple[type, ...] = (TableView,)
@@ -155,7 +157,7 @@ def _check_role(hint: object, role: Argument, table: AppTable[Any], what: str) -
         )
 
 
-def _same_value(hint: object, table: AppTable[Any], optional: bool) -> bool:
+def _same_value(hint: object, table: AppTable[object], optional: bool) -> bool:
     if hint is typing.Any or table.value is None:
         return True
     given = _type(hint)
@@ -183,7 +185,7 @@ def _options(hint: object) -> list[object]:
     return [hint]
 
 
-def _check_outputs(hint: object, outputs: tuple[AppStream[Any], ...], what: str) -> None:
+def _check_outputs(hint: object, outputs: tuple[AppStream[object], ...], what: str) -> None:
     if hint is None or hint is NoneType:
         return
     held = {stream.record for stream in outputs if stream.record is not None}

@@ -24,7 +24,7 @@ _IMMUTABLE = (int, float, str, bytes, bool, type(None))
 class State:
     """The entries that a task holds of a table. Each is loaded once, and saved if it changed."""
 
-    def __init__(self, log: Log, table: AppTable[Any], at: Pin | None = None) -> None:
+    def __init__(self, log: Log, table: AppTable[object], at: Pin | None = None) -> None:
         self._log = log
         self._table = table
         self._at = at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from penstock.app.app import App
     from penstock.app.tables import AppTable
 
-T = TypeVar("T")
-U = TypeVar("U")
+T_co = TypeVar("T_co", covariant=True)
 How = Literal["inner", "left", "right", "outer"]
 
 
@@ -34,7 +33,7 @@ class Emit(msgspec.Struct, frozen=True):
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
-class AppStream(Generic[T]):
+class AppStream(Generic[T_co]):
     """A stream of an app; made by `App.stream`, a derivation or a join.
 
     `spec` is `None` for what a DataFrame function derives without naming a record: its
@@ -53,7 +52,7 @@ class AppStream(Generic[T]):
 
     def new(
         self,
-        data: T,
+        data: T_co,  # type: ignore[misc]  # what the stream holds, though it could take more
         *,
         key: Key | None = None,
         id: str | None = None,  # noqa: A002  the word of the envelope
@@ -63,17 +62,21 @@ class AppStream(Generic[T]):
         """An event for an agent to yield, where data alone does not say everything."""
         return Emit(self.name, data, EventOptions(key=key, id=id, time=time, headers=headers))
 
-    def group_by(self, field: str, name: str | None = None) -> AppStream[T]:
+    def group_by(self, field: str, name: str | None = None) -> AppStream[T_co]:
         """The same events with another key: a stream of its own, partitioned by `field`."""
         return self.app._group_by(self, field, name)
 
-    def through(self, name: str, *, partitions: int | None = None) -> AppStream[T]:
+    def through(self, name: str, *, partitions: int | None = None) -> AppStream[T_co]:
         """The same events passed through a stream of its own, with more or fewer partitions."""
         return self.app._through(self, name, partitions)
 
     def lookup(
-        self, table: AppTable[U], *, how: Literal["left", "inner"] = "left", name: str | None = None
-    ) -> AppStream[Any]:
+        self,
+        table: AppTable[object],
+        *,
+        how: Literal["left", "inner"] = "left",
+        name: str | None = None,
+    ) -> AppStream[object]:
         """Each event with the entry that its key has in the table, as a field of that name.
 
         `how="inner"` leaves out events whose key has no entry.
@@ -82,13 +85,13 @@ class AppStream(Generic[T]):
 
     def join(
         self,
-        other: AppStream[U],
+        other: AppStream[object],
         *,
         on: str,
         within: Duration,
         how: How = "inner",
         name: str | None = None,
-    ) -> AppStream[Any]:
+    ) -> AppStream[object]:
         """Pairs of events that agree in the field `on` and are at most `within` apart in time.
 
         Outer pairs come when the watermark says that no partner can come any more.

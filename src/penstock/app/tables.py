@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, cast
 
 from penstock.app.location import Location
 from penstock.app.streams import AppStream, How
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from penstock.app.app import App
     from penstock.log.objects import Stream
 
-V = TypeVar("V")
-U = TypeVar("U")
+V_co = TypeVar("V_co", covariant=True)
 KeyType = type[str] | type[int] | type[bytes]
 RelativeTo = Literal["event", "clock"]
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
-class AppTable(Generic[V]):
+class AppTable(Generic[V_co]):
     """A table of an app; made by `App.table`, `App.derive_table` or a join of tables."""
 
     app: App = field(repr=False)
@@ -68,8 +67,8 @@ class AppTable(Generic[V]):
         return record_type(self.spec.record)
 
     def join(
-        self, other: AppTable[U], *, how: How = "inner", name: str | None = None
-    ) -> AppTable[Any]:
+        self, other: AppTable[object], *, how: How = "inner", name: str | None = None
+    ) -> AppTable[object]:
         """A table of the keys of both, kept right under every change of either side.
 
         A value has two fields, named after the tables.
@@ -120,7 +119,7 @@ def value_schema(name: str, value: object, where: Location) -> tuple[Schema, dic
 class Values:
     """Turns values of a table into what its entries hold, and back."""
 
-    def __init__(self, table: AppTable[typing.Any], stream: Stream) -> None:
+    def __init__(self, table: AppTable[object], stream: Stream) -> None:
         self.collections: Collections | None = None
         self.is_plain = False
         value = table.value

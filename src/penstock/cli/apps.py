@@ -18,9 +18,9 @@ from rich.table import Table
 from penstock.app.loading import load_app
 from penstock.app.plan import plan
 from penstock.app.query import QueryLimits
-from penstock.app.reports import Reporter, agent_rows
+from penstock.app.reports import agent_rows
 from penstock.app.reset import reset_query
-from penstock.app.runner import QueryStatus, Runner, RunnerOptions, build
+from penstock.app.runner import QueryStatus, Runner
 from penstock.app.streams import AppStream
 from penstock.cli.options import (
     JsonOption,
@@ -100,38 +100,20 @@ def run(  # noqa: PLR0913  a parameter for each option
     finish its batch. Exits with 1 if a query was given up.
     """
     loaded = load_app(app)
-    chosen = plan(loaded).only(only or [])
-    folder = _checkpoints(context, log, checkpoints)
+    plan(loaded).only(only or [])
     conf = dict(_setting(item) for item in settings or [])
     stop = threading.Event()
     with open_named(context, log, log_option, create=True) as opened, _stopping(stop):
         note(f"starting {loaded.name} on Spark ({master}) …")
         # Spark is loaded only by those who run an app.
-        from penstock.spark.backend import SparkBackend
-        from penstock.spark.session import open_session
+        from penstock.spark.running import running
 
-        folder.mkdir(parents=True, exist_ok=True)
-        spark = open_session(master, loaded.name, conf, folder / "spark.log")
-        try:
-            options = parse_options(log_option or [])
-            limits = QueryLimits(
-                batch_rows_max=batch_rows, tasks=spark.sparkContext.defaultParallelism
-            )
-            backend = SparkBackend(spark, folder, log_options=options, limits=limits)
-            runner_options = RunnerOptions()
-            runner = build(opened, chosen, backend, limits=limits, options=runner_options)
-            reporter = Reporter(runner, runner_options.metrics_interval_ms)
-            runner.start()
-            reporter.start()
-            try:
-                _watch(runner, stop, until_idle=until_idle, as_json=json)
-            finally:
-                runner.stop()
-                reporter.stop()
-        finally:
-            # If Spark has died, there is nothing to stop.
-            with contextlib.suppress(Exception):
-                spark.stop()
+        with running(
+            loaded, opened, master=master, checkpoints=_checkpoints(context, log, checkpoints),
+            only=only or [], batch_rows=batch_rows, settings=conf,
+            log_options=parse_options(log_option or []),
+        ) as runner:  # fmt: skip
+            _watch(runner, stop, until_idle=until_idle, as_json=json)
         if json:
             say_json({"queries": runner.statuses()})
     failure = runner.failure()

@@ -139,7 +139,7 @@ class Shape:
 
     def __init__(self, log: Log, spark: SparkSession, definition: Definition) -> None:
         self.definition = definition
-        self.streams: list[AppStream[Any]] = [
+        self.streams: list[AppStream[object]] = [
             place for place in definition.inputs if isinstance(place, AppStream)
         ]
         if not self.streams:
@@ -147,7 +147,7 @@ class Shape:
                 f"{definition.location}: {definition.name} reads only tables: read the changes of "
                 "one of them, table.changes"
             )
-        self.tables: list[AppTable[Any]] = [
+        self.tables: list[AppTable[object]] = [
             place for place in definition.inputs if isinstance(place, AppTable)
         ]
         self._found = {place.name: log.stream(place.name) for place in definition.inputs}

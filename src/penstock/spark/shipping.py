@@ -15,16 +15,29 @@ import msgspec
 from pyspark import cloudpickle
 
 from penstock.app.task import Work
-from penstock.records.schema import Record, schema_of
+from penstock.records.schema import Record, record_type, schema_of
 
+_META = (
+    "gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length", "tz", "title",
+    "description", "examples", "extra_json_schema", "extra",
+)  # fmt: skip
 _OWN = (types.FunctionType, property, classmethod, staticmethod)
 
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, type) and issubclass(obj, Record) and _goes_by_value(obj):
+            schema = schema_of(obj)
+            if record_type(schema) is obj:
+                return record_type, (schema,)
             return _remade, _parts(obj)
+        if isinstance(obj, msgspec.Meta):
+            return _meta, ({name: getattr(obj, name) for name in _META},)
         return super().reducer_override(obj)  # type: ignore[no-untyped-call]
+
+
+def _meta(given: dict[str, Any]) -> msgspec.Meta:
+    return msgspec.Meta(**{name: value for name, value in given.items() if value is not None})
 
 
 def _goes_by_value(record: type[Record]) -> bool:

@@ -127,7 +127,7 @@ class AppTest:
     # Input
 
     def send(
-        self, to: AppStream[T] | AppTable[Any], *data: T | Emit, key: Key | None = None
+        self, to: AppStream[T] | AppTable[object], *data: T | Emit, key: Key | None = None
     ) -> None:
         """Append events; a `stream.new(…)` brings its own envelope."""
         for item in data:
@@ -180,7 +180,7 @@ class AppTest:
     def statuses(self) -> dict[str, QueryStatus]:
         return {status.name: status for status in self.runner.statuses()}
 
-    def whole_events(self, stream: AppStream[T] | AppTable[Any]) -> list[Event[Any]]:
+    def whole_events(self, stream: AppStream[T] | AppTable[object]) -> list[Event[Any]]:
         """The events of a stream or of a table's changelog, in order of commit and offset."""
         record = stream.record if stream.spec is not None else None
         found: list[Event[Any]] = []
@@ -188,7 +188,7 @@ class AppTest:
             found.extend(batch.events(record))
         return found
 
-    def events(self, stream: AppStream[T] | AppTable[Any]) -> list[T]:
+    def events(self, stream: AppStream[T] | AppTable[object]) -> list[T]:
         """Their data alone."""
         return [event.data for event in self.whole_events(stream)]
 

@@ -1,0 +1,71 @@
+"""Running an app on Spark from Python: what `penstock run` does, as a `with` block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from penstock.app.app import App
+from penstock.app.plan import plan
+from penstock.app.query import QueryLimits
+from penstock.app.reports import Reporter
+from penstock.app.runner import Runner, RunnerOptions, build
+from penstock.log import OptionValue, log_path
+from penstock.log.api import Log
+from penstock.spark.backend import SparkBackend
+from penstock.spark.session import open_session
+
+
+@contextlib.contextmanager
+def running(  # noqa: PLR0913  each is an option of `penstock run`
+    app: App,
+    log: Log,
+    *,
+    master: str = "local[*]",
+    checkpoints: Path | None = None,
+    only: Sequence[str] = (),
+    batch_rows: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    options: RunnerOptions = RunnerOptions(),
+    log_options: Mapping[str, OptionValue] | None = None,
+) -> Iterator[Runner]:
+    """The app while it runs: leaving the block lets each query finish its batch, and ends it.
+
+        with running(app, log) as runner:
+            runner.until_idle(60)
+
+    Raises `AppError` if the app cannot run; a query that fails later is in `runner.failure()`.
+    """
+    chosen = plan(app).only(only)
+    folder = checkpoints or default_checkpoints(log.url)
+    folder.mkdir(parents=True, exist_ok=True)
+    is_ours = SparkSession.getActiveSession() is None
+    spark = open_session(master, app.name, settings, folder / "spark.log")
+    try:
+        tasks = spark.sparkContext.defaultParallelism
+        rows = batch_rows or QueryLimits().batch_rows_max
+        limits = QueryLimits(batch_rows_max=rows, tasks=tasks)
+        backend = SparkBackend(spark, folder, log_options=log_options, limits=limits)
+        runner = build(log, chosen, backend, limits=limits, options=options)
+        reporter = Reporter(runner, options.metrics_interval_ms)
+        runner.start()
+        reporter.start()
+        try:
+            yield runner
+        finally:
+            runner.stop()
+            reporter.stop()
+    finally:
+        # A session that was there before stays. If Spark has died, there is nothing to stop.
+        with contextlib.suppress(Exception):
+            if is_ours:
+                spark.stop()
+
+
+def default_checkpoints(url: str) -> Path:
+    """Where Spark keeps its state unless told: beside the log."""
+    path = log_path(url)
+    return path.with_name(f"{path.name}.spark").resolve()
