@@ -19,8 +19,8 @@ $(READY): pyproject.toml
 
 setup: $(READY) ## Make the virtual environment.
 
-demo: $(READY) ## A short tour: streams, transactions, tables, and a kill -9 in the middle.
-	@$(RUN)/python examples/tour.py
+demo: $(READY) ## A shop on Spark under load, killed with -9 in the middle, checked to the cent.
+	@$(RUN)/python -m examples.demo
 
 test: $(READY) ## Run all tests (what CI runs).
 	$(RUN)/python -m pytest -m 'not soak'

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from penstock.app.query import QueryLimits
+from penstock.app.runner import RunnerOptions
 from penstock.log.api import Limits
 from penstock.log.objects import Defaults, StreamSpec
 from penstock.log.sqlite.log import SqliteOptions
 from penstock.producer import ProducerOptions
+from penstock.spark.options import SourceOptions
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -29,6 +32,10 @@ def test_a_module_says_what_it_is_and_stays_small(path: Path) -> None:
 
 def test_every_limit_and_option_is_in_the_docs() -> None:
     pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
-    for kind in (Limits, Defaults, SqliteOptions, ProducerOptions, StreamSpec):
+    kinds = (
+        Limits, Defaults, SqliteOptions, ProducerOptions, StreamSpec, RunnerOptions, QueryLimits,
+        SourceOptions,
+    )  # fmt: skip
+    for kind in kinds:
         for name in kind.__struct_fields__:
             assert f"`{name}`" in pages, f"{kind.__name__}.{name} is not in the docs"

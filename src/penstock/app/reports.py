@@ -143,9 +143,22 @@ def beats(log: Log) -> dict[str, list[Beat]]:
     since = time.time_ns() // 1000 - int(ALIVE_S * 1e6)
     for key, value in log.progress_items("runner/").items():
         beat = msgspec.json.decode(value, type=Beat)
-        if beat.time_us >= since:
+        if beat.time_us >= since and _may_be_alive(beat):
             found.setdefault(key.split("/")[1], []).append(beat)
     return found
+
+
+def _may_be_alive(beat: Beat) -> bool:
+    """Of a runner on this machine one can know; of others, a recent sign of life is all."""
+    if beat.host != socket.gethostname():
+        return True
+    try:
+        os.kill(beat.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def agent_rows(log: Log) -> list[AgentRow]:

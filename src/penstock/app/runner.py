@@ -192,6 +192,8 @@ class Runner:
             kept.status.rate = kept.rate()
             with contextlib.suppress(PenstockError):
                 kept.status.lag = kept.query.lag()
+                if kept.status.state == "starting" and kept.query.is_idle():
+                    kept.status.state = "running"
         return [msgspec.structs.replace(kept.status) for kept in self._kept]
 
     def steps(self) -> Iterator[tuple[QueryStatus, list[Step]]]:

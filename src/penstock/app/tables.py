@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar, cast
 
+import msgspec
+
 from penstock.app.location import Location
 from penstock.app.streams import AppStream, How
 from penstock.app.windows import Window, Windows
@@ -116,6 +118,10 @@ def value_schema(name: str, value: object, where: Location) -> tuple[Schema, dic
     return Schema(made, (Field("value", found),)), {}
 
 
+#: types whose values cannot be wrong; an int can be too large, and text not be Unicode
+_EXACT: dict[str, type] = {"float": float, "bool": bool}
+
+
 class Values:
     """Turns values of a table into what its entries hold, and back."""
 
@@ -137,7 +143,15 @@ class Values:
             self.is_plain = True
             plain = codec_of_schema(stream.record)
             made = record_type(stream.record)
-            self.pack = lambda held: plain.pack(plain.validated(made(value=held)))
+            exact = _EXACT.get(str(type_of(value, table.name)))
+            encode = msgspec.msgpack.Encoder().encode
+
+            def pack(held: object) -> bytes:
+                if type(held) is exact:  # nothing to check, and much to gain
+                    return encode({"value": held})
+                return plain.pack(plain.validated(made(value=held)))
+
+            self.pack = pack
             self.unpack = lambda packed: typing.cast(typing.Any, plain.unpack(packed)).value
         else:
             self.pack = _no_packing

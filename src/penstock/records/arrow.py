@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import functools
+import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
@@ -48,6 +49,7 @@ _ARROW: dict[str, pa.DataType] = {
     "date": pa.date32(),
     "uuid": pa.string(),
 }
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _UUID = "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 _BUILTIN = (bytes, dt.datetime, dt.date, decimal.Decimal)
 
@@ -135,6 +137,8 @@ class RecordCodec:
         self._pack = msgspec.msgpack.Encoder()
         self._one = msgspec.msgpack.Decoder(record)
         self._fields = msgspec.structs.fields(record)
+        parameters = inspect.signature(record).parameters.values()
+        self._is_positional = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         self._annotations = {
             info.encode_name: types.GenericAlias(list, (info.type,)) for info in self._fields
         }
@@ -195,20 +199,33 @@ class RecordCodec:
     def from_arrow(self, batch: pa.RecordBatch) -> list[Record]:
         """The records of a batch; a field that the batch does not have yet is `None`."""
         columns = [self._values(batch, field) for field in self.schema.fields]
-        names = [info.name for info in self._fields]
         make = self.record
+        if self._is_positional:
+            return list(map(make, *columns))
+        names = [info.name for info in self._fields]
         return [make(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def _values(self, batch: pa.RecordBatch, field: Field) -> list[object]:
         index = batch.schema.get_field_index(field.name)
         if index < 0:
             return [None] * batch.num_rows
-        values: list[object] = batch.column(index).to_pylist(maps_as_pydicts="strict")
+        column = batch.column(index)
+        if column.type == UTC_MICROSECONDS:
+            return _times(column)
+        values: list[object] = column.to_pylist(maps_as_pydicts="strict")
         if _is_plain(field.type):
             return values
         annotation = self._annotations[field.name]
         converted: list[object] = msgspec.convert(values, annotation, builtin_types=_BUILTIN)
         return converted
+
+
+def _times(column: pa.Array) -> list[object]:
+    """Times as Python has them; by hand, since pyarrow looks a time zone up for each."""
+    return [
+        None if at is None else _EPOCH + dt.timedelta(microseconds=at)
+        for at in column.cast(pa.int64()).to_pylist()
+    ]
 
 
 @functools.cache

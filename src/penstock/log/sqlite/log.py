@@ -225,11 +225,13 @@ class SqliteLog:
         ready = self._prepare_part(part, options)
         return msgspec.structs.replace(part, ready=ready)
 
-    def _prepare_part(self, part: Part, options: CommitOptions) -> Prepared:
+    def _prepare_part(
+        self, part: Part, options: CommitOptions, *, staged: bool = False
+    ) -> Prepared:
         stream = self.stream(part.stream)
         if isinstance(part.ready, Prepared) and part.ready.stream is stream:
             return part.ready
-        return prepare_part(stream, part, self._limits, options)
+        return prepare_part(stream, part, self._limits, options, staged=staged)
 
     def stage(
         self, holder: Holder, sequence: int, part: Part, options: CommitOptions = CommitOptions()
@@ -238,7 +240,7 @@ class SqliteLog:
         check_limits(Commit(parts=[part]), self._limits)
 
         def attempt() -> Piece:
-            prepared = self._prepare_part(part, options)
+            prepared = self._prepare_part(part, options, staged=True)
             return self._submit(
                 lambda write: write_stage(write, holder, sequence, prepared),
                 durable=self._durable([prepared.stream], options),

@@ -83,22 +83,29 @@ def seal(
     return checksum(fixed + (runs or b""))
 
 
-def prepare_part(stream: Stream, part: Part, limits: Limits, options: CommitOptions) -> Prepared:
-    """Split by partition and encode. Raises `RecordError` if the columns are not the stream's."""
+def prepare_part(
+    stream: Stream, part: Part, limits: Limits, options: CommitOptions, *, staged: bool = False
+) -> Prepared:
+    """Split by partition and encode. Raises `RecordError` if the columns are not the stream's.
+
+    Of what is only `staged`, entries are worked out by whoever commits it.
+    """
     _check_columns(stream, part.batch)
     made = []
     by_producer = stream.spec.ids == "producer"
     for partition, batch in split_part(stream, part.batch):
         for piece in chunks(batch, limits):
-            made.append(_chunk(stream, partition, piece, options, keep=by_producer))
+            chunk = _chunk(stream, partition, piece, options, keep=by_producer, staged=staged)
+            made.append(chunk)
     return Prepared(stream, stream.partitions, made)
 
 
 def _chunk(
-    stream: Stream, partition: int, batch: pa.RecordBatch, options: CommitOptions, keep: bool
-) -> Chunk:
+    stream: Stream, partition: int, batch: pa.RecordBatch, options: CommitOptions, *,
+    keep: bool, staged: bool = False,
+) -> Chunk:  # fmt: skip
     blob = encode_blob(batch, options.compression)
-    entries = entry_changes(stream, batch) if stream.spec.table else ()
+    entries = entry_changes(stream, batch) if stream.spec.table and not staged else ()
     return Chunk(
         partition, batch.num_rows, len(blob), checksum(blob), blob, None, entries,
         batch if keep else None,
