@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 import heapq
+import importlib
 import os
 import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -165,11 +167,14 @@ def this_worker() -> str:
 def user_traceback(error: BaseException) -> str:
     """A traceback that begins in the user's own code."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
-        if trace.tb_next is None:
-            break
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _is_ours(code: CodeType) -> bool:
+    file = code.co_filename
+    return file.startswith((_OURS, "<frozen importlib", importlib.__file__))
 
 
 def _hops(inputs: Sequence[Batch]) -> Iterator[Hop]:

@@ -1,0 +1,156 @@
+"""`penstock run`, `reset` and `agent list`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import Producer, Table
+from penstock import open as open_log
+from penstock.app.plan import plan
+from penstock.app.runner import make_streams
+from penstock.testing.processes import wait_until
+
+SHOP = """
+import penstock
+from penstock import Entry
+from pyspark.sql import functions as F
+
+app = penstock.App("shop")
+
+class Order(penstock.Record):
+    user: str
+    amount: int
+
+orders = app.stream("orders", Order, key="user", partitions=2)
+totals = app.table("totals", value=int, default=0)
+
+@app.agent(orders, state=totals)
+def add_up(order: Order, total: Entry[int]) -> None:
+    total.value += order.amount
+
+@app.derive_table(orders, key="user")
+def counts(orders):
+    return orders.groupBy("user").count()
+"""
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    (tmp_path / "shop.py").write_text(SHOP)
+    return tmp_path
+
+
+def penstock(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli", *arguments, "--log", "shop.db"],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=180,
+    )  # fmt: skip
+
+
+def send(folder: Path, count: int) -> None:
+    sys.path.insert(0, str(folder))
+    try:
+        import shop  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop("shop", None)
+    with open_log(folder / "shop.db") as log:
+        make_streams(log, plan(shop.app))
+        with Producer(log) as producer:
+            for n in range(count):
+                producer.send("orders", shop.Order(f"u{n % 3}", n))
+
+
+@pytest.mark.row("F10", engine="embedded")
+@pytest.mark.row("F14")
+@pytest.mark.row("H7", engine="embedded")
+@pytest.mark.timeout(600)
+def test_run_until_idle_then_look(shop: Path) -> None:
+    """One story, since each start of Spark takes a while."""
+    send(shop, 300)
+    done = penstock(shop, "run", "shop.py", "--until-idle", "--json")
+    assert done.returncode == 0, done.stderr
+    queries = json.loads(done.stdout.splitlines()[-1])["queries"]
+    assert {q["name"]: q["rows_in"] for q in queries} == {"add_up": 300, "counts": 300}
+    assert "WARN" not in done.stderr
+    assert "INFO" not in done.stderr
+
+    listed = penstock(shop, "agent", "list", "--json")
+    rows = [json.loads(line) for line in listed.stdout.splitlines()]
+    mine = [row for row in rows if row["agent"] == "add_up"]
+    assert [row["partition"] for row in mine] == [0, 1]
+    assert sum(row["offset"] for row in mine) == 300
+    assert {(row["lag"], row["state"]) for row in rows} == {(0, "not running")}
+    assert any(":" in row["worker"] for row in mine)
+
+    read = penstock(shop, "read", "_system.metrics", "--json")
+    metrics = [json.loads(line)["data"] for line in read.stdout.splitlines()]
+    hops = {m["labels"]["query"]: m["value"] for m in metrics if m["name"] == "query.hop_ms"}
+    assert set(hops) == {"add_up", "counts"}
+    assert all(value > 0 for value in hops.values())
+    for query in ("add_up", "counts"):
+        rows_in = [
+            m["value"] for m in metrics
+            if m["name"] == "query.rows_in" and m["labels"]["query"] == query
+        ]  # fmt: skip
+        assert sum(rows_in) == 300
+
+    assert penstock(shop, "reset", "shop.py", "counts", "--output", "clear").returncode == 0
+    assert penstock(shop, "reset", "shop.py", "add_up", "--from", "latest").returncode == 0
+    again = penstock(shop, "run", "shop.py", "--until-idle")
+    assert again.returncode == 0, again.stderr
+    with open_log(shop / "shop.db") as log:
+        counts = {k.decode(): v.count for k, v in Table[Any](log, "counts").items()}
+        totals = {k.decode(): v.value for k, v in Table[Any](log, "totals").items()}
+    assert counts == {"u0": 100, "u1": 100, "u2": 100}
+    assert totals == {f"u{u}": sum(range(u, 300, 3)) for u in range(3)}, "read once, not twice"
+
+
+@pytest.mark.timeout(300)
+def test_a_signal_ends_it_in_order(shop: Path) -> None:
+    send(shop, 10)
+    command = [
+        sys.executable, "-m", "penstock.cli", "run", "shop.py", "--log", "shop.db", "--only",
+        "add_up",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=shop, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    ) as runner:
+        with open_log(shop / "shop.db") as log:
+            wait_until(lambda: Table(log, "totals").get("u1"), 120, "a total")
+            runner.send_signal(signal.SIGTERM)
+            _, told = runner.communicate(timeout=60)
+        assert runner.returncode == 0, told
+    assert "each query finishes its batch" in told
+    assert "Traceback" not in told
+
+
+def test_mistakes_are_usage_errors(shop: Path) -> None:
+    for arguments, message in (
+        (["run", "nothing.py"], "there is no file nothing.py"),
+        (["run", "nothing"], "there is no module nothing"),
+        (["run", "shop.py:nobody"], "has no app 'nobody'"),
+        (["run", "shop.py", "--only", "nobody"], "defines no nobody: it defines add_up, counts"),
+        (["reset", "shop.py", "nobody"], "defines no nobody"),
+        (["run", "shop.py", "--conf", "x"], "is not KEY=VALUE"),
+    ):
+        done = penstock(shop, *arguments)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert not (shop / "shop.db").exists()
+
+
+def test_a_broken_module_shows_its_own_traceback(shop: Path) -> None:
+    (shop / "broken.py").write_text("import penstock\n1 / 0\n")
+    done = penstock(shop, "run", "broken.py")
+    assert done.returncode == 2
+    assert "ZeroDivisionError" in done.stderr
+    assert "broken.py" in done.stderr
+    assert "importlib" not in done.stderr
