@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from bench.embedded import BENCHMARKS
+from bench import embedded, spark
 from bench.result import Result, environment
 
+BENCHMARKS = {**embedded.BENCHMARKS, **spark.BENCHMARKS}
 DOCS = Path(__file__).parents[1] / "docs"
 MARKS = ("<!-- results: begin -->", "<!-- results: end -->")
 

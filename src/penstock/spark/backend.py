@@ -51,7 +51,10 @@ class SparkBackend:
         if changes:
             log.apply(changes)
         if shape.is_stateful:
-            return StatefulQuery(self._spark, log, self._options, app, shape, self._checkpoints)
+            return StatefulQuery(
+                self._spark, log, self._options, app, shape, self._checkpoints,
+                self._limits.batch_rows_max,
+            )  # fmt: skip
         executor = _Explaining(
             definition.name, FrameExecutor(self._spark, log.url, self._options, app, shape)
         )

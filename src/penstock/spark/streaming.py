@@ -78,6 +78,7 @@ class StatefulQuery:
         app: str,
         shape: Shape,
         checkpoints: Path,
+        batch_rows_max: int,
     ) -> None:
         self.name = shape.definition.name
         self.definitions: tuple[Definition, ...] = (shape.definition,)
@@ -86,6 +87,7 @@ class StatefulQuery:
         self._options = dict(options)
         self._app = app
         self._shape = shape
+        self._batch_rows_max = batch_rows_max
         self._folder = checkpoints / app / self.name
         self._query: StreamingQuery | None = None
         self._holder: Holder | None = None
@@ -135,6 +137,7 @@ class StatefulQuery:
                 reader = reader.option(f"log.{name}", str(value))
             names = ",".join(shape.columns[stream.name].names)
             reader = reader.option("columns", names).option("wait_ms", WAIT_MS)
+            reader = reader.option("batch_rows", self._batch_rows_max // len(shape.streams) or 1)
             frame = reader.load(stream.name)
             # A watermark nobody asks about would only cause batches without data.
             if stream.watermark_us is not None and stream.time in shape.columns[stream.name].names:
