@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock import (
+    AlterStream,
     App,
     AppStream,
     Channel,
@@ -24,8 +29,9 @@ from penstock import (
     hopping,
     tumbling,
 )
-from penstock.app.query import QueryLimits
+from penstock.app.query import Query, QueryLimits
 from penstock.app.reports import agent_rows
+from penstock.app.reset import reset_query
 from penstock.errors import QueryFailedError
 from penstock.testing.apps import AppTest
 
@@ -592,3 +598,292 @@ def test_a_second_runner_takes_over(tmp_path: Path) -> None:
             raise failure
         old.stop()
         assert [a.item for a in run.events(shop.alerts)] == ["tea", "jam"]
+
+
+# What two reviews found
+
+
+def test_a_set_that_nobody_touched_is_no_change(tmp_path: Path) -> None:
+    """Sets have no order, and another process another one; an entry must not change by that."""
+    script = """
+import sys
+from pathlib import Path
+from tests.app.test_agents import Order, Shop
+from penstock.testing.apps import AppTest
+shop = Shop(partitions=1)
+with AppTest(shop.app, Path(sys.argv[1]), tries_max=1) as run:
+    run.runner.stop()
+    run.send(shop.orders, *[Order(*text.split("/")) for text in sys.argv[2:]])
+    run.restart()
+    run.until_idle()
+    print(len(run.events(shop.seen)))
+"""
+    items = [f"ada/i{n}" for n in range(12)]
+    told = []
+    for seed, orders in (("1", items), ("2", ["ada/i1", "bob/tea"]), ("3", ["ada/i2", "eve/tea"])):
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path), *orders], capture_output=True, text=True,
+            check=True, env={**os.environ, "PYTHONHASHSEED": seed}, timeout=60,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        told.append(int(done.stdout))
+    assert told == [12, 13, 14]
+
+
+def counting(*names: str) -> tuple[App, AppStream[Order]]:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    for name in names:
+        out = app.stream(f"of_{name}", Order, key="user")
+
+        @app.agent(orders, to=out, name=name)
+        def copy(order: Order) -> Order:
+            return order
+
+    return app, orders
+
+
+def test_runners_that_group_otherwise_do_not_both_run(tmp_path: Path) -> None:
+    """Before anything was handled, too: who runs what is said first."""
+    app, orders = counting("a", "b")
+    more, _ = counting("a", "b", "c")
+    with AppTest(app, tmp_path) as run:
+        old = run.runner
+        run.app = more
+        run._start()
+        run.send(orders, *some_orders(10))
+        run.until_idle()
+        while old.failure() is None:
+            old._stop.wait(0.01)
+        old.stop()
+        for name in ("a", "b", "c"):
+            assert len(run.events(more.streams[f"of_{name}"])) == 10
+        run._only = ["a"]
+        run.restart()
+        run.send(orders, *some_orders(5))
+        run.until_idle()
+        run._only = []
+        run.restart()
+        run.until_idle()
+        for name in ("a", "b", "c"):
+            assert len(run.events(more.streams[f"of_{name}"])) == 15
+
+
+def test_a_new_definition_starts_at_the_beginning(tmp_path: Path) -> None:
+    app, orders = counting("a")
+    more, _ = counting("a", "b")
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, *some_orders(10))
+        run.until_idle()
+        run.app = more
+        run.restart()
+        run.send(orders, *some_orders(5))
+        run.until_idle()
+        assert [len(run.events(more.streams[f"of_{n}"])) for n in ("a", "b")] == [15, 15]
+
+
+def test_what_shares_a_query_with_an_agent_on_a_grown_stream(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    by_item = orders.group_by("item")
+    names = app.table("names", value=str)
+    wide = orders.lookup(names)
+    counts = app.table("counts", value=int, default=0)
+
+    @app.agent(orders, state=counts)
+    def count(order: Order, count: Entry[int]) -> None:
+        count.value += 1
+
+    with AppTest(app, tmp_path) as run:
+        run.log.apply([GrowStream("orders", 4)])
+        run.send(orders, *some_orders(50))
+        run.until_idle()
+        assert len(run.events(by_item)) == len(run.events(wide)) == 50
+        assert sum(run.table(counts).values()) == 50
+
+
+def test_a_reader_of_a_stream_that_was_cleared_starts_again(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    mid = app.stream("mid", Order, key="user")
+    out = app.stream("out", Order, key="user")
+
+    @app.agent(orders, to=mid)
+    def up(order: Order) -> Order:
+        return order
+
+    @app.agent(mid, to=out)
+    def down(order: Order) -> Order:
+        return order
+
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, *some_orders(6))
+        run.until_idle()
+        run.runner.stop()
+        reset_query(run.log, "shop", "up", output="clear", outputs=("mid",), inputs=("orders",))
+        run.restart()
+        run.until_idle()
+        assert len(run.events(out)) == 12, "what was there, and what the reset gives anew"
+
+
+@pytest.mark.parametrize("kind", ["generator", "channel"])
+def test_a_feed_gets_over_a_failed_commit(tmp_path: Path, kind: str) -> None:
+    shop = Shop()
+    channel: Channel[Order] = Channel()
+    for order in some_orders(2500):
+        channel.send(order)
+    source = channel if kind == "channel" else (order for order in some_orders(2500))
+    shop.app.feed(source, to=shop.orders)
+    with AppTest(shop.app, tmp_path) as run, run.fault("commit.blobs", at=2):
+        run.until_idle()
+        assert len(run.events(shop.orders)) == 2500
+
+
+def test_two_agents_with_windows_that_expire(tmp_path: Path) -> None:
+    app = App("site")
+    views = app.stream("views", Order, key="user")
+    tables = [
+        app.table(
+            f"t{n}", value=int, default=0, window=tumbling("1 hour", expires=expires),
+            relative_to="clock",
+        )
+        for n, expires in enumerate(["1 hour", "30 days"])
+    ]  # fmt: skip
+    for n, table in enumerate(tables):
+
+        @app.agent(views, state=table, name=f"a{n}")
+        def count(view: Order, counts: WindowedEntry[int]) -> None:
+            counts.current().value += 1
+
+    @app.agent(views)
+    def plain(view: Order) -> None: ...
+
+    with AppTest(app, tmp_path) as run:
+        run.send(views, Order("ada", "x"))
+        run.until_idle()
+        run.advance("3 hours")
+        run.until_idle()
+        assert [len(run.table(table)) for table in tables] == [0, 1]
+
+
+def test_a_deleted_entry(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    counts = app.table("counts", value=int, default=0)
+
+    @app.agent(orders, state=counts)
+    def handle(order: Order, count: Entry[int]) -> None:
+        if order.item == "set":
+            count.value = 5
+        elif order.item == "delete":
+            count.delete()
+        elif order.item == "replace":
+            count.delete()
+            count.value = 7
+
+    with AppTest(app, tmp_path) as run:
+        for items, expected in (
+            (["set"], {"ada": 5}),
+            (["delete", "look"], {}),
+            (["set"], {"ada": 5}),
+            (["replace"], {"ada": 7}),
+            (["delete", "set"], {"ada": 5}),
+        ):
+            run.send(orders, *[Order("ada", item) for item in items])
+            run.until_idle()
+            assert run.table(counts) == expected, items
+
+
+def test_a_failed_try_leaves_no_trace(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    notes = app.stream("notes", Note)
+    marks: list[str] = []
+
+    @app.agent(orders, to=notes, retries=1, backoff="1 ms", on_error="skip")
+    def flaky(order: Order, context: Context) -> None:
+        marks.append(str(context.uuid()))
+        order.item += "!"
+        assert order.item == "tea!"
+        if len(marks) == 1:
+            context.set_timer(after="1 hour")
+            raise OSError("not yet")
+
+    @flaky.timer
+    def remind(context: Context) -> Note:
+        return Note("never")
+
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "tea"))
+        run.until_idle()
+        assert len(marks) == 2
+        assert len(set(marks)) == 1
+        run.advance("2 hours")
+        run.until_idle()
+        assert run.events(notes) == []
+
+
+@pytest.mark.parametrize("what", ["empty key", "wrong type", "wrong state", "naive timer"])
+def test_on_error_covers_what_a_call_gives(tmp_path: Path, what: str) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    alerts = app.stream("alerts", Alert, key="user")
+    counts = app.table("counts", value=int, default=0)
+
+    @app.agent(orders, state=counts, to=alerts, on_error="dead-letter")
+    def handle(order: Order, count: Entry[int], context: Context) -> Iterator[Alert]:
+        count.value += 1
+        if order.item == "poison":
+            match what:
+                case "empty key":
+                    yield Alert("", "x")
+                case "wrong type":
+                    yield Alert("ada", 7)  # type: ignore[arg-type]
+                case "wrong state":
+                    count.value = "many"  # type: ignore[assignment]
+                case "naive timer":
+                    context.set_timer(dt.datetime(2026, 1, 1))
+        yield Alert(order.user, order.item)
+
+    @handle.timer
+    def remind(count: Entry[int], context: Context) -> None: ...
+
+    with AppTest(app, tmp_path, tries_max=1) as run:
+        run.send(orders, Order("ada", "tea"), Order("ada", "poison"), Order("ada", "jam"))
+        run.until_idle()
+        assert [alert.item for alert in run.events(alerts)] == ["tea", "jam"]
+        assert run.table(counts) == {"ada": 2}
+        assert len(run.events(app.streams["handle_dead"])) == 1
+
+
+def test_settings_of_a_stream_are_brought_up_to_date(tmp_path: Path) -> None:
+    def build(partitions: int, retention_ms: int | None = None) -> App:
+        app = App("shop")
+        app.stream("orders", Order, key="user", partitions=partitions, retention_ms=retention_ms)
+        return app
+
+    with AppTest(build(partitions=1), tmp_path):
+        pass
+    with AppTest(build(partitions=3, retention_ms=1000), tmp_path) as run:
+        stream = run.log.stream("orders")
+        assert (stream.partitions, stream.spec.retention_ms) == (3, 1000)
+    with AppTest(build(partitions=3, retention_ms=1000), tmp_path) as run:
+        assert run.log.stream("orders").version == stream.version
+
+
+def test_an_idle_query_on_an_expired_stream_rests(tmp_path: Path) -> None:
+    shop = Shop(partitions=1)
+    with AppTest(shop.app, tmp_path) as run:
+        run.runner.stop()
+        run.send(shop.orders, *some_orders(10))
+        spec = run.log.stream("orders").spec
+        run.log.apply([AlterStream(msgspec.structs.replace(spec, retention_ms=1))])
+        while run.log.offsets("orders")[0].first < 10:
+            run.log.maintain()
+        query = run.runner._kept[0].query
+        assert isinstance(query, Query)
+        run.restart()
+        fresh = run.runner._kept[0].query
+        assert isinstance(fresh, Query)
+        run.until_idle()
+        assert not fresh.wait(0.05), "there is nothing to do"

@@ -213,7 +213,7 @@ MISTAKES: list[tuple[Callable[[App], None], str]] = [
     (no_parameter_for_the_state, "does not take its table seen"),
     (parameter_without_meaning, "takes a parameter 'more' and there is nothing to give it"),
     (windowed_entry_expected, r"annotate it as WindowedEntry\["),
-    (sessions_of_an_agent, "session windows, which only derived tables"),
+    (sessions_of_an_agent, "session windows, which only derived streams"),
     (optional_value, "is never None"),
     (bad_name, "more than one dot"),
     (unknown_field, "no field 'nobody'"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.spark.session import close_session
 from penstock.testing.apps import test_session
 
 if TYPE_CHECKING:
@@ -17,5 +18,5 @@ if TYPE_CHECKING:
 def spark() -> Iterator[SparkSession]:
     session = test_session()
     yield session
-    session.stop()
+    close_session(session)
     test_session.cache_clear()

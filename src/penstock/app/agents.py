@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -26,7 +26,7 @@ from penstock.app.task import (
     user_traceback,
 )
 from penstock.app.windows import Window
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UsageError
 from penstock.log.api import Log, Part, Pin
 from penstock.log.batch import Batch
 from penstock.log.compose import Composer
@@ -41,6 +41,9 @@ from penstock.records.event import (
 
 EXPIRY = b"x"
 TIMER = b"t"
+BACKOFF_MS_MAX = 10_000
+DEAD_CHARS_MAX = 100_000
+"""How much of an event's data a dead letter tells."""
 
 
 class _Row(NamedTuple):
@@ -51,6 +54,7 @@ class _Row(NamedTuple):
     data: object
     key: bytes | None
     id: str
+    event: Event[object] | None
 
 
 class AgentWork:
@@ -89,6 +93,9 @@ class _Run:
         self.out = Emissions(log, agent, source)
         self._views = [_view(log, table, batch.pin) for table in agent.reads]
         self._careful = agent.on_error != "stop" or agent.retries > 0
+        roles = agent.signature.arguments
+        windowed = agent.state is not None and agent.state.windows is not None
+        self._needs_events = windowed or not {"event", "events", "context"}.isdisjoint(roles)
         self.skipped = 0
         self.unacknowledged: list[tuple[str, int, int]] = []
         self.timers: dict[bytes, int | None] = {}
@@ -102,16 +109,23 @@ class _Run:
             self._call_batches(rows)
         else:
             for row in rows:
-                self._call_one(row)
-        found = [self._saved(), *self.out.parts(self._composer), self._timer_part()]
+                self._attempt((row,))
+        found = [self._saved(), *self._sent(), self._timer_part()]
         return [part for part in found if part is not None]
+
+    def _sent(self) -> list[Part]:
+        try:
+            return list(self.out.parts(self._composer))
+        except UsageError as error:
+            place = "what it sends"
+            raise self._failed_at(place, error) from error
 
     def _saved(self) -> Part | None:
         if self._state is None:
             return None
         try:
             return self._state.part(self._composer)
-        except PenstockError as error:
+        except UsageError as error:
             table = cast(AppTable[object], self._agent.state)
             what = f"what it left in table {table.name} is not what the table holds: {error}"
             raise FailedError(
@@ -123,36 +137,23 @@ class _Run:
         record = self._agent.signature.record
         for batch in inputs:
             keys = batch.keys()
-            kept = range(len(batch))
+            kept: Sequence[int] = range(len(batch))
             if self._split.slots > 1:
                 homes = partitions_of(keys, self._split.slots, 0).to_pylist()
-                kept = [i for i, home in enumerate(homes) if home == self._split.slot]  # type: ignore[assignment]
+                kept = [i for i, home in enumerate(homes) if home == self._split.slot]
             key_list = keys.to_pylist()
             if self._state is not None and self._agent.state and not self._agent.state.windows:
-                self._state.load(_distinct(keys) if len(kept) == len(batch) else key_list)
+                self._state.load(_distinct(keys))
+            if self._needs_events:
+                for index, event in enumerate(batch.events(record)):
+                    if len(kept) == len(batch) or index in kept:
+                        yield _Row(batch, index, event.data, key_list[index], event.id, event)
+                continue
             values, ids = batch.values(record), batch.ids().to_pylist()
             for index in kept:
-                yield _Row(batch, index, values[index], key_list[index], ids[index])
+                yield _Row(batch, index, values[index], key_list[index], ids[index], None)
 
     # Calling the function
-
-    def _call_one(self, row: _Row) -> None:
-        agent = self._agent
-        context = None
-        arguments: list[object] = []
-        for role in agent.signature.arguments:
-            match role:
-                case "data":
-                    arguments.append(row.data)
-                case "event":
-                    arguments.append(_event(row, agent))
-                case "entry":
-                    arguments.append(self._entry(row))
-                case "context":
-                    context = Context(_event(row, agent), self._now, self._shown(row.key))
-                    arguments.append(context)
-        self._add_views(arguments)
-        self._attempt([row], arguments, context)
 
     def _call_batches(self, rows: Iterator[_Row]) -> None:
         """Lists of events: of one key where the agent has a state, else as they come."""
@@ -162,35 +163,35 @@ class _Run:
             mine = waiting.setdefault(key, [])
             mine.append(row)
             if len(mine) >= self._agent.batch_rows:
-                self._call_batch(waiting.pop(key))
+                self._attempt(waiting.pop(key))
         for mine in waiting.values():
-            self._call_batch(mine)
+            self._attempt(mine)
 
-    def _call_batch(self, rows: list[_Row]) -> None:
-        agent = self._agent
+    def _arguments(self, rows: Sequence[_Row]) -> tuple[list[object], Context | None]:
+        """What the function is called with for these events: several, if it takes lists."""
         context = None
         arguments: list[object] = []
-        for role in agent.signature.arguments:
+        views = iter(self._views)
+        for role in self._agent.signature.arguments:
             match role:
+                case "data":
+                    arguments.append(rows[0].data)
+                case "event":
+                    arguments.append(rows[0].event)
                 case "datas":
                     arguments.append([row.data for row in rows])
                 case "events":
-                    arguments.append([_event(row, agent) for row in rows])
+                    arguments.append([row.event for row in rows])
                 case "entry":
                     arguments.append(self._entry(rows[0]))
+                case "view":
+                    arguments.append(next(views))
                 case "context":
                     last = rows[-1]
-                    context = Context(_event(last, agent), self._now, self._shown(last.key))
+                    assert last.event is not None  # noqa: S101  made for agents with a context
+                    context = Context(last.event, self._now, self._shown(last.key))
                     arguments.append(context)
-        self._add_views(arguments)
-        self._attempt(rows, arguments, context)
-
-    def _add_views(self, arguments: list[object]) -> None:
-        if self._views:
-            views = iter(self._views)
-            for at, role in enumerate(self._agent.signature.arguments):
-                if role == "view":
-                    arguments.insert(at, next(views))
+        return arguments, context
 
     def _shown(self, key: bytes | None) -> Key | None:
         if key is None or self._agent.state is None:
@@ -202,14 +203,13 @@ class _Run:
         assert state is not None  # noqa: S101  only agents with a state take an entry
         assert table is not None  # noqa: S101
         if row.key is None:
-            raise self._failed(
-                [row], ValueError(f"the event has no key, and {table.name} needs one")
-            )
+            raise ValueError(f"the event has no key, and table {table.name} needs one")
         if table.windows is None:
             return state.entry(row.key)
-        event_time = _event(row, self._agent).time
-        time_ = event_time if table.relative_to == "event" else self._now
-        return self._windowed(row.key, time_)
+        assert row.event is not None  # noqa: S101  made for agents with windows
+        return self._windowed(
+            row.key, row.event.time if table.relative_to == "event" else self._now
+        )
 
     def _windowed(self, key: bytes, time_: dt.datetime) -> WindowedEntry[Any]:
         state, table = cast(State, self._state), cast(AppTable[object], self._agent.state)
@@ -224,46 +224,51 @@ class _Run:
 
         return WindowedEntry(windows, find, time_, self._now, table.key_of(key))
 
-    def _attempt(
-        self, rows: Sequence[_Row], arguments: Sequence[object], context: Context | None
-    ) -> None:
-        """Call the function; on an error, undo what it did and try again, or do as `on_error`."""
-        function, key = self._agent.function, rows[0].key
-        undo = None
-        if self._careful and self._state is not None and key is not None:
-            undo = self._undoing(key)
+    def _attempt(self, rows: Sequence[_Row]) -> None:
+        """Call the function; on an error, undo what it did and try again, or do as `on_error`.
+
+        Only the event's own failure counts as one: what goes wrong with the log fails the batch.
+        """
+        agent, state = self._agent, self._state if self._careful else None
         tries = 0
         while True:
             tries += 1
+            if state is not None:
+                state.begin()
             try:
-                result = function(*arguments)
-                if result is not None:
-                    self.out.take(result, rows[-1].id, check=self._careful)
+                arguments, context = self._arguments(rows)
+                self._take(agent.function(*arguments), rows[-1].id, context, rows[0].key)
                 break
             except Exception as error:
-                if undo is not None:
-                    undo()
-                if tries > self._agent.retries:
+                if isinstance(error, PenstockError) and not isinstance(error, UsageError):
+                    raise
+                if state is not None:
+                    state.undo()
+                if tries > agent.retries:
                     self._give_up(rows, error, tries)
                     return
-                time.sleep(self._agent.backoff_ms / 1000 * 2 ** (tries - 1))
-        if context is not None:
-            self._note(context, key)
-        if self._agent.manual_ack:
+                time.sleep(min(BACKOFF_MS_MAX, agent.backoff_ms * 2 ** (tries - 1)) / 1000)
+                rows = [_again(row, agent) for row in rows]
+        if agent.manual_ack:
             self._note_unacknowledged(rows, context)
 
-    def _undoing(self, key: bytes) -> Callable[[], None] | None:
-        state, table = cast(State, self._state), cast(AppTable[object], self._agent.state)
-        if table.windows is not None:
-            return state.checkpoint()
-        kept = state.keep(key)
-        return lambda: state.undo(kept)
-
-    def _note(self, context: Context, key: bytes | None) -> None:
-        if context.timer_us is UNSET or key is None:
-            return
-        at = cast(dt.datetime | None, context.timer_us)
-        self.timers[TIMER + key] = None if at is None else microseconds(at)
+    def _take(self, result: object, id_: str, context: Context | None, key: bytes | None) -> None:
+        """What a call gave: all of it, or, if any of it is wrong, nothing."""
+        made = [] if result is None else self.out.collect(result, check=self._careful)
+        timer = UNSET
+        if context is not None and context.timer_us is not UNSET and key is not None:
+            at = cast(dt.datetime | None, context.timer_us)
+            timer = None if at is None else microseconds(at)
+            if not self._agent.on_timer:
+                raise UsageError(
+                    f"agent {self._agent.name} sets a timer and has no function for it"
+                )
+        if self._careful and self._state is not None:
+            self._state.check()
+        if made:
+            self.out.put(made, id_)
+        if timer is not UNSET and key is not None:
+            self.timers[TIMER + key] = cast(int | None, timer)
 
     def _note_unacknowledged(self, rows: Sequence[_Row], context: Context | None) -> None:
         done = set() if context is None else context.acknowledged
@@ -286,6 +291,9 @@ class _Run:
         row = rows[0]
         offset = row.batch.first_offset + row.row
         place = f"{row.batch.stream.name}, partition {row.batch.partition}, offset {offset}"
+        return self._failed_at(place, error)
+
+    def _failed_at(self, place: str, error: Exception) -> FailedError:
         return FailedError(
             Failure(
                 definition=self._agent.name,
@@ -304,7 +312,7 @@ class _Run:
             offset=row.batch.first_offset + row.row,
             id=row.id,
             key=None if key is None else key.decode(errors="backslashreplace"),
-            data=msgspec.json.encode(row.data, order="deterministic").decode(),
+            data=msgspec.json.encode(row.data, order="deterministic").decode()[:DEAD_CHARS_MAX],
             error=f"{type(error).__name__}: {error}",
             traceback=user_traceback(error),
             tries=tries,
@@ -323,25 +331,30 @@ class _Run:
             data=None, id=f"{key!r}@{due_us}", type="timer", source=self._source,
             time=from_microseconds(due_us), key=key,
         )  # fmt: skip
-        context = Context(event, self._now, self._shown(key), due=True)
-        arguments: list[object] = []
-        if self._state is not None and self._agent.state is not None:
-            windowed = self._agent.state.windows is not None
-            entry = self._windowed(key, event.time) if windowed else self._state.entry(key)
-            arguments.append(entry)
-        try:
-            result = self._agent.on_timer[0](*arguments, context)
-            if result is not None:
-                self.out.take(result, event.id, check=self._careful)
-        except Exception as error:
-            place = f"the timer of key {key!r}"
-            raise FailedError(
-                Failure(
-                    definition=self._agent.name, place=place,
-                    error=f"{type(error).__name__}: {error}", traceback=user_traceback(error),
-                )
-            ) from error  # fmt: skip
-        self._note(context, key)
+        tries = 0
+        while True:
+            tries += 1
+            context = Context(event, self._now, self._shown(key), due=True)
+            arguments: list[object] = []
+            if self._state is not None and self._agent.state is not None:
+                self._state.begin()
+                windowed = self._agent.state.windows is not None
+                entry = self._windowed(key, event.time) if windowed else self._state.entry(key)
+                arguments.append(entry)
+            try:
+                self._take(self._agent.on_timer[0](*arguments, context), event.id, context, key)
+                return
+            except Exception as error:
+                if isinstance(error, PenstockError) and not isinstance(error, UsageError):
+                    raise
+                if self._state is not None:
+                    self._state.undo()
+                if tries <= self._agent.retries:
+                    continue
+                if self._agent.on_error == "stop":
+                    raise self._failed_at(f"the timer of key {key!r}", error) from error
+                self.skipped += 1
+                return
 
     def _timer_part(self) -> Part | None:
         if not self.timers or self._agent.timers is None:
@@ -361,9 +374,11 @@ def _distinct(keys: pa.Array) -> list[bytes]:
     return [key for key in keys.unique().to_pylist() if key is not None]
 
 
-def _event(row: _Row, agent: Agent) -> Event[object]:
+def _again(row: _Row, agent: Agent) -> _Row:
+    """The same event made anew: what the failed call did to its data is undone."""
     offset = row.batch.first_offset + row.row
-    return next(iter(row.batch.sliced(offset, offset + 1).events(agent.signature.record)))
+    event = next(iter(row.batch.sliced(offset, offset + 1).events(agent.signature.record)))
+    return row._replace(data=event.data, event=None if row.event is None else event)
 
 
 def _view(log: Log, table: AppTable[object], pin: Pin | None) -> TableView[Any]:

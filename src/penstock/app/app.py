@@ -5,6 +5,7 @@ Declaring does nothing: no Spark, no log. `plan` checks the whole, and a runner 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, ParamSpec, TypeVar, overload
 
@@ -15,6 +16,8 @@ from penstock.app.checks import (
     declared,
     length,
     looked_up,
+    no_changelog,
+    one_of,
     table_type,
     why_not,
 )
@@ -119,9 +122,10 @@ class App:
         `window`, a key has an entry for each window.
         """
         where = caller()
+        one_of(where, f"table {name}: relative_to", relative_to, RelativeTo)
         if window is not None and window.kind == "session":
             raise AppError(
-                f"{where}: table {name} has session windows, which only derived tables can have"
+                f"{where}: table {name} has session windows, which only derived streams can have"
             )
         schema, settings = value_schema(name, value, where)
         spec = StreamSpec(
@@ -141,10 +145,12 @@ class App:
     ) -> AppStream[T]:
         """Fill a stream from an iterable, or from a `Channel` of this process.
 
-        An iterable is read once, from its beginning; each event's number is its id, so that a
-        run that was interrupted goes on where it stopped, if the iterable gives the same again.
+        An iterable is read once, from its beginning; a run that was interrupted goes on where it
+        stopped, if the iterable gives the same again. Where a stream takes its ids from the
+        producer, an event's number is its id.
         """
         where = caller()
+        self._check_input(where, name or f"{to.name}_feed", to)
         self._define(
             Feed(name=name or f"{to.name}_feed", inputs=(), outputs=(to,), location=where,
                  source=source)
@@ -222,6 +228,11 @@ class App:
             where = of_function(function.__code__)
             called = name or function.__name__
             keys = (key,) if isinstance(key, str) else tuple(key)
+            if window is not None and window.kind == "session":
+                raise AppError(
+                    f"{where}: table {called} has session windows, which move while they are open: "
+                    "derive a stream of them"
+                )
             if not keys or not all(keys):
                 raise AppError(f"{where}: table {called} has no key: name its columns")
             made: AppTable[object] = AppTable(
@@ -288,6 +299,10 @@ class App:
             where = of_function(function.__code__)
             called = name or function.__name__
             self._check_input(where, called, stream)
+            one_of(where, f"agent {called}: on_error", on_error, OnError)
+            one_of(where, f"agent {called}: ack", ack, Literal["auto", "manual"])
+            if inspect.iscoroutinefunction(function):
+                raise AppError(f"{where}: agent {called} is async: write it as a plain function")
             views = (reads,) if isinstance(reads, AppTable) else tuple(reads)
             streams = (to,) if isinstance(to, AppStream) else tuple(to)
             for given in (*views, *streams, *([state] if state is not None else [])):
@@ -302,6 +317,11 @@ class App:
             if not 1 <= batch_rows <= BATCH_ROWS_MAX:
                 raise AppError(f"{where}: agent {called}: batch_rows is 1 to {BATCH_ROWS_MAX}")
             found = read_signature(called, function, stream, state, views, streams, where)
+            if ack == "manual" and "context" not in found.arguments:
+                raise AppError(
+                    f"{where}: agent {called} has ack='manual' and no parameter annotated as "
+                    "penstock.Context to acknowledge with"
+                )
             dead = self._dead_letters(called, where) if on_error == "dead-letter" else None
             timers = self._timers(called, where) if stream.key is not None else None
             extra = [place for place in (state, dead) if place is not None]
@@ -342,6 +362,7 @@ class App:
     def _group_by(self, stream: AppStream[T], field: str, name: str | None) -> AppStream[T]:
         where = caller()
         self._check_input(where, name or stream.name, stream)
+        no_changelog(where, stream.name, self.tables)
         if stream.spec is None or stream.spec.record is None:
             raise AppError(
                 f"{where}: {stream.name} has no record: derive a stream with key={field!r} instead"
@@ -351,6 +372,7 @@ class App:
     def _through(self, stream: AppStream[T], name: str, partitions: int | None) -> AppStream[T]:
         where = caller()
         self._check_input(where, name, stream)
+        no_changelog(where, stream.name, self.tables)
         return self._copied(stream, name, stream.key, partitions, where)
 
     def _copied(
@@ -378,6 +400,7 @@ class App:
     ) -> AppStream[object]:  # fmt: skip
         where = caller()
         called = name or f"{stream.name}_with_{table.name}"
+        one_of(where, f"{called}: how", how, Literal["left", "inner"])
         for given in (stream, table):
             self._check_input(where, called, given)
         if stream.key is None:
@@ -408,6 +431,7 @@ class App:
     ) -> AppStream[object]:  # fmt: skip
         where = caller()
         called = name or f"{left.name}_{right.name}"
+        one_of(where, f"{called}: how", how, How)
         for given in (left, right):
             self._check_input(where, called, given)
             if given.time is None or given.watermark_us is None:
@@ -430,6 +454,7 @@ class App:
     ) -> AppTable[object]:
         where = caller()
         called = name or f"{left.name}_{right.name}"
+        one_of(where, f"{called}: how", how, How)
         sides = []
         for given in (left, right):
             self._check_input(where, called, given)

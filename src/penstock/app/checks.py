@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args
 
 from penstock.app.location import Location
 from penstock.app.streams import AppStream
@@ -71,3 +71,19 @@ def looked_up(
         raise AppError(f"{where}: {stream.name} has a field {table.name} already: rename the table")
     joined = Field(table.name, Maybe(table_type(table)))
     return Schema(class_name(name), (*stream.spec.record.fields, joined))
+
+
+def one_of(where: Location, what: str, given: object, words: object) -> None:
+    """Raise unless the setting is one of the words that it may be."""
+    allowed = get_args(words)
+    if given not in allowed:
+        raise AppError(f"{where}: {what} is {given!r}; it is {' or '.join(allowed)}")
+
+
+def no_changelog(where: Location, name: str, tables: Mapping[str, object]) -> None:
+    """Raise for a table's changelog where events must have data."""
+    if name in tables:
+        raise AppError(
+            f"{where}: {name} is a table's changelog, some of whose events have no data: let an "
+            "agent pass on what you need of it"
+        )

@@ -111,6 +111,14 @@ class Feed(Definition):
     source: Iterable[object] = field(repr=False)
 
 
+def keeps_timers(definition: Definition) -> bool:
+    """Whether an agent needs its table of timers: for timers, or for windows that expire."""
+    if not isinstance(definition, Agent):
+        return False
+    windows = definition.state.windows if definition.state is not None else None
+    return bool(definition.on_timer) or (windows is not None and windows.expires_us is not None)
+
+
 class DeadLetter(Record):
     """An event that an agent could not handle, with why."""
 

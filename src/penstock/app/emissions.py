@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import pyarrow as pa
@@ -14,7 +14,7 @@ from penstock.errors import RecordError
 from penstock.log.api import Log, Part
 from penstock.log.compose import Composer, EventOptions
 from penstock.log.objects import Stream
-from penstock.records.arrow import codec_of, codec_of_schema
+from penstock.records.arrow import RecordCodec, codec_of, codec_of_schema
 from penstock.records.event import DATA, ENVELOPE, key_bytes
 from penstock.records.schema import Record
 
@@ -33,12 +33,16 @@ class _Outbox:
         self.has_options = False
 
 
+_Sent = tuple[_Outbox, object, EventOptions]
+
+
 class Emissions:
     """Takes what an agent yields, and knows where each goes."""
 
     def __init__(self, log: Log, agent: Agent, query: str) -> None:
         self._query = query
         self._agent = agent
+        self._composer = Composer(query, log.limits)
         self.rows = 0
         streams: list[AppStream[object]] = [p for p in agent.outputs if isinstance(p, AppStream)]
         self._boxes = {s.name: _Outbox(log.stream(s.name), s.record) for s in streams}
@@ -47,21 +51,25 @@ class Emissions:
         self._only = self._boxes[chosen[0].name] if len(chosen) == 1 else None
         self._names = ", ".join(s.name for s in chosen)
 
-    def take(self, result: object, id_: str, *, check: bool) -> None:
-        """What one call gave: nothing, one thing, or several; all of it, or none if it fails.
+    def collect(self, result: object, *, check: bool) -> list[_Sent]:
+        """What one call gave: nothing, one thing, or several; a generator runs to its end here.
 
         With `check`, each is validated at once, so that a wrong one counts as the call's error.
         """
-        if isinstance(result, Record | Emit | dict):
+        if isinstance(result, Record | Emit | dict | str | bytes):
             yielded: Iterable[object] = (result,)
         else:
             yielded = result  # type: ignore[assignment]
-        made: list[tuple[_Outbox, object, EventOptions]] = []
+        made: list[_Sent] = []
         for item in yielded:
             box, data, options = self._addressed(item)
-            if check and isinstance(data, Record):
-                codec_of(type(data)).validated(data)
+            if check:
+                self._composer.admit(box.stream, data, options)
             made.append((box, data, options))
+        return made
+
+    def put(self, made: Sequence[_Sent], id_: str) -> None:
+        """Send what a call gave for the event with that id."""
         for n, (box, data, options) in enumerate(made):
             self._put(box, data, options, id_, n)
 
@@ -76,7 +84,7 @@ class Emissions:
         box.has_options = box.has_options or options is not _PLAIN
         self.rows += 1
 
-    def _addressed(self, item: object) -> tuple[_Outbox, object, EventOptions]:
+    def _addressed(self, item: object) -> _Sent:
         if isinstance(item, Emit):
             box = self._boxes.get(item.stream)
             if box is None:
@@ -129,13 +137,18 @@ def _data(box: _Outbox) -> pa.RecordBatch:
     codec = (
         codec_of(type(first)) if isinstance(first, Record) else codec_of_schema(box.stream.record)
     )
-    records = [
-        data if isinstance(data, Record) else msgspec.convert(data, codec.record)
-        for data in box.datas
-    ]
+    records = [data if isinstance(data, Record) else converted(codec, data) for data in box.datas]
     try:
         return codec.to_arrow(records)
     except (pa.ArrowException, TypeError, ValueError, AttributeError):
         for record in records:
             codec.validated(record)  # names the field that is wrong
         raise
+
+
+def converted(codec: RecordCodec, data: object) -> Record:
+    """A dict as a record; `RecordError` says what does not fit."""
+    try:
+        return msgspec.convert(data, codec.record)
+    except msgspec.ValidationError as error:
+        raise RecordError(f"{codec.schema.name}: {error}") from None

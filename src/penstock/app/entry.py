@@ -26,8 +26,9 @@ class Entry(Generic[V]):
         self.is_deleted = False
 
     def delete(self) -> None:
-        """Remove the entry from the table. Setting `is_deleted` back keeps it."""
+        """Remove the entry from the table, unless a value is set after all."""
         self.is_deleted = True
+        self.value = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"Entry({self.value!r}, key={self.key!r})"

@@ -12,11 +12,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from penstock.app.definitions import Feed
-from penstock.app.positions import Position, progress_key, saved_position
+from penstock.app.positions import Position, producer_name, progress_key, saved_position
 from penstock.app.query import Step
 from penstock.app.streams import Emit
 from penstock.errors import ClosedError
-from penstock.log.api import Log
+from penstock.log.api import Holder, Log
 from penstock.log.compose import EventOptions
 from penstock.log.transaction import Transaction
 
@@ -59,11 +59,18 @@ class Channel(Generic[T]):
                 break
         return found
 
+    def done(self, rows: int) -> None:
+        """Say that so many of the events taken are safe."""
+        for _ in range(rows):
+            self._queue.task_done()
+
     def is_empty(self) -> bool:
-        return self._queue.empty()
+        """Whether everything sent was taken and is safe."""
+        return self._queue.unfinished_tasks == 0
 
     def __iter__(self) -> Iterator[T]:
         while (found := self.take(1, 0.1)) is not None:
+            self.done(len(found))
             yield from found
 
 
@@ -77,61 +84,79 @@ class FeedQuery:
         self._app = app
         self._stream = definition.outputs[0].name
         self._source: Iterable[object] = definition.source
+        self._items: Iterator[object] | None = None
+        self._waiting: list[object] = []
         self._is_done = False
-        self._is_busy = True
 
     def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None:
-        holder = self._log.hold(f"app/{self._app}/{self.name}")
+        holder = self._log.hold(producer_name(self._app, self.name))
         saved = saved_position(self._log, self._app, self.name)
         taken = 0 if saved is None else saved.next[self._stream][0]
         last = self._log.last_commit(holder.producer)
         sequence = 0 if last is None else last.sequence + 1
-        channel = self._source if isinstance(self._source, Channel) else None
-        items = iter(()) if channel is not None else itertools.islice(self._source, taken, None)
-        while not stop.is_set() and not self._is_done:
-            self._is_busy = channel is None or not channel.is_empty()
+        if self._items is None and not isinstance(self._source, Channel):
+            self._items = itertools.islice(self._source, taken, None)
+        while not stop.is_set():
             began = time.monotonic()
-            found = (
-                list(itertools.islice(items, FEED_ROWS_MAX)) or None
-                if channel is None
-                else channel.take(FEED_ROWS_MAX, 0.1)
-            )
-            if found is None:
-                self._is_done, self._is_busy = True, False
-            elif found:
-                self._is_busy = True
-                taken += len(found)
-                position = Position(
-                    producer=holder.producer, sequence=sequence, next={self._stream: {0: taken}}
+            self._take()
+            if self._is_done:
+                break
+            if not self._waiting:
+                continue
+            taken += len(self._waiting)
+            self._commit(holder, sequence, taken)
+            rows, self._waiting = len(self._waiting), []
+            if isinstance(self._source, Channel):
+                self._source.done(rows)
+            committed = self._log.last_commit(holder.producer)
+            assert committed is not None  # noqa: S101  it was committed just now
+            tell(
+                Step(
+                    sequence=sequence, rows_in=rows, rows_out=rows, rows_skipped=0,
+                    took_s=time.monotonic() - began, hops_ms=(), committed=committed,
                 )
-                source = f"{self._app}.{self.name}"
-                with Transaction(self._log, holder, sequence=sequence, source=source) as tx:
-                    for data in found:
-                        item = data if isinstance(data, Emit) else None
-                        options = item.options if item else EventOptions()
-                        tx.send(
-                            self._stream, item.data if item else data,
-                            **msgspec.structs.asdict(options),
-                        )  # fmt: skip
-                    tx.save(progress_key(self._app, self.name), msgspec.json.encode(position))
-                committed = self._log.last_commit(holder.producer)
-                assert committed is not None  # noqa: S101  it was committed just now
-                tell(
-                    Step(
-                        sequence=sequence, rows_in=len(found), rows_out=len(found),
-                        rows_skipped=0, took_s=time.monotonic() - began, hops_ms=(),
-                        committed=committed,
-                    )
-                )  # fmt: skip
-                sequence += 1
+            )  # fmt: skip
+            sequence += 1
         stop.wait()
+
+    def _take(self) -> None:
+        """The next items, unless some wait that a failed commit left over."""
+        if self._waiting:
+            return
+        source = self._source
+        if isinstance(source, Channel):
+            found = source.take(FEED_ROWS_MAX, 0.05)
+            self._is_done = found is None
+            self._waiting = found or []
+        else:
+            assert self._items is not None  # noqa: S101  made when it was started
+            self._waiting = list(itertools.islice(self._items, FEED_ROWS_MAX))
+            self._is_done = not self._waiting
+
+    def _commit(self, holder: Holder, sequence: int, taken: int) -> None:
+        position = Position(
+            producer=holder.producer, sequence=sequence, next={self._stream: {0: taken}}
+        )
+        source = f"{self._app}.{self.name}"
+        numbered = self._log.stream(self._stream).spec.ids == "producer"
+        first = taken - len(self._waiting)
+        with Transaction(self._log, holder, sequence=sequence, source=source) as tx:
+            for number, data in enumerate(self._waiting, first):
+                options = data.options if isinstance(data, Emit) else EventOptions()
+                if numbered and options.id is None:
+                    options = msgspec.structs.replace(options, id=number)
+                sent = data.data if isinstance(data, Emit) else data
+                tx.send(self._stream, sent, **msgspec.structs.asdict(options))
+            tx.save(progress_key(self._app, self.name), msgspec.json.encode(position))
 
     def lag(self) -> int:
         return 0
 
     def is_idle(self) -> bool:
-        channel = self._source if isinstance(self._source, Channel) else None
-        return not self._is_busy and (channel is None or channel.is_empty())
+        return self._source.is_empty() if isinstance(self._source, Channel) else self._is_done
+
+    def late_rows(self) -> int:
+        return 0
 
     def close(self) -> None:
         pass

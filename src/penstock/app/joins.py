@@ -16,6 +16,7 @@ from penstock.app.task import BatchOrder, Outcome, Split, derived_id, stage
 from penstock.log.api import Log, Part, Pin
 from penstock.log.batch import Batch
 from penstock.log.compose import Composer
+from penstock.log.objects import Stream
 from penstock.records.arrow import codec_of_schema
 from penstock.records.event import partitions_of
 from penstock.records.schema import Record, Schema, record_type
@@ -30,14 +31,12 @@ class RekeyWork:
         self._output = definition.outputs[0].name
 
     def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Sequence[Batch]) -> Outcome:
-        del split
         composer = Composer(self._source, log.limits)
-        parts = [
-            composer.arrow_part(
-                log.stream(self._output), _envelope(self._source, item, item.data())
-            )
-            for item in inputs
-        ]
+        output = log.stream(self._output)
+        parts = []
+        for item in inputs:
+            whole = _envelope(self._source, item, item.data(), output)
+            parts.append(composer.arrow_part(output, _of_slot(item, whole, split)))
         return Outcome(pieces=stage(log, batch, parts), rows_out=_rows(parts))
 
 
@@ -52,12 +51,13 @@ class LookupWork:
         self._how = definition.how
 
     def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Sequence[Batch]) -> Outcome:
-        del split
         composer = Composer(self._source, log.limits)
-        parts = [self._joined(log, composer, item, batch.pin) for item in inputs]
+        parts = [self._joined(log, composer, item, batch.pin, split) for item in inputs]
         return Outcome(pieces=stage(log, batch, parts), rows_out=_rows(parts))
 
-    def _joined(self, log: Log, composer: Composer, item: Batch, pin: Pin | None) -> Part:
+    def _joined(
+        self, log: Log, composer: Composer, item: Batch, pin: Pin | None, split: Split
+    ) -> Part:
         output = log.stream(self._output)
         schema = cast(Schema, output.record)
         encoded = item.keys().dictionary_encode()
@@ -73,7 +73,7 @@ class LookupWork:
         wide = data.append_column(
             pa.field(self._table.name, column.type), column.take(encoded.indices)
         )
-        whole = _envelope(self._source, item, wide)
+        whole = _of_slot(item, _envelope(self._source, item, wide, output), split)
         if self._how == "inner":
             whole = whole.filter(pc.is_valid(whole.column(self._table.name)))
         return composer.arrow_part(output, whole)
@@ -145,13 +145,24 @@ def _keys_of_slot(item: Batch, split: Split) -> list[bytes]:
     return [key for key in keys.to_pylist() if key is not None]
 
 
-def _envelope(source: str, item: Batch, data: pa.RecordBatch) -> pa.RecordBatch:
-    """Data columns with an id that follows from the input's, and the input's headers."""
+def _of_slot(item: Batch, whole: pa.RecordBatch, split: Split) -> pa.RecordBatch:
+    """The rows whose keys are this task's."""
+    if split.slots == 1:
+        return whole
+    return whole.filter(pc.equal(partitions_of(item.keys(), split.slots, 0), split.slot))
+
+
+def _envelope(source: str, item: Batch, data: pa.RecordBatch, output: Stream) -> pa.RecordBatch:
+    """Data columns with an id that follows from the input's, and what else it had to itself."""
     ids = [derived_id(source, id_, 0) for id_ in item.ids().to_pylist()]
-    given = item.to_arrow(["_headers"]).column(0)
     made = data.append_column(pa.field("_id", pa.string()), pa.array(ids, pa.string()))
-    if given.null_count < len(given):
-        made = made.append_column(pa.field("_headers", given.type), given)
+    kept = ["_headers"]
+    kept += [] if output.spec.time else ["_time"]
+    kept += [] if output.spec.key else ["_key"]
+    for name in kept:
+        column = item.to_arrow([name]).column(0)
+        if column.null_count < len(column):
+            made = made.append_column(pa.field(name, column.type), column)
     return made
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.app.app import App
-from penstock.app.definitions import Agent, Definition, Derivation, Feed, Place, StreamJoin
+from penstock.app.definitions import (
+    Agent,
+    Definition,
+    Derivation,
+    Feed,
+    Place,
+    StreamJoin,
+    keeps_timers,
+)
 from penstock.app.tables import AppTable
 from penstock.errors import AppError, UnknownObjectError
 
@@ -65,7 +73,7 @@ def can_share(one: Definition, other: Definition) -> bool:
     """Whether two definitions may run as one query: the same inputs, and nothing of their own
     that decides how far a batch may go."""
     alone = (one, other)
-    if any(isinstance(d, Agent) and (d.manual_ack or d.on_timer) for d in alone):
+    if any(isinstance(d, Agent) and (d.manual_ack or keeps_timers(d)) for d in alone):
         return False
     return kind_of(one) == kind_of(other) == "tasks" and [p.name for p in one.inputs] == [
         p.name for p in other.inputs

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import xxhash
 
+from penstock.app.definitions import Definition
 from penstock.log.api import Log
 from penstock.log.names import PRODUCER_CHARS_MAX
 
@@ -12,15 +15,17 @@ from penstock.log.names import PRODUCER_CHARS_MAX
 class Position(msgspec.Struct, kw_only=True):
     """Where a definition is: saved as progress in every commit of its query.
 
-    `next` is the next offset by stream and partition; `again` are offsets behind it that were
-    not acknowledged; `workers` who handled a partition last; `producer` the name under which
-    the query commits, so that a runner that groups definitions otherwise can fence it. A query
-    that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of its state.
+    `next` is the next offset by stream and partition, `ids` say of which streams; `again` are
+    offsets behind it that were not acknowledged; `workers` who handled a partition last;
+    `producer` the name under which the query commits, so that whoever takes it over can fence
+    it. A query that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of
+    its state.
     """
 
     producer: str
     sequence: int
     next: dict[str, dict[int, int]]
+    ids: dict[str, int] = {}
     again: dict[str, dict[int, list[tuple[int, int]]]] = {}
     workers: dict[str, dict[int, str]] = {}
     time_us: int = 0
@@ -47,3 +52,8 @@ def saved_position(log: Log, app: str, definition: str) -> Position | None:
     """Where a definition is, as its last commit says."""
     packed = log.progress(progress_key(app, definition))
     return None if packed is None else msgspec.json.decode(packed, type=Position)
+
+
+def query_name(definitions: Sequence[Definition]) -> str:
+    """What a query of these definitions is called."""
+    return "+".join(definition.name for definition in definitions)

@@ -10,21 +10,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import msgspec
 
-from penstock.app.definitions import Agent, Definition, TableJoin
-from penstock.app.positions import Position, producer_name, progress_key, saved_position
+from penstock.app.definitions import Agent, Definition, TableJoin, keeps_timers
+from penstock.app.positions import (
+    Position,
+    producer_name,
+    progress_key,
+    query_name,
+    saved_position,
+)
 from penstock.app.splits import free_splits, keyed_splits, merged
 from penstock.app.tables import AppTable
 from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range
 from penstock.errors import (
     CommitOutcomeUnknownError,
+    FencedError,
     LimitError,
     OffsetGoneError,
     PenstockError,
-    PlanChangedError,
     QueryFailedError,
 )
 from penstock.log.api import Commit, Committed, Holder, Log, Offsets
@@ -32,7 +38,7 @@ from penstock.log.objects import Stream
 from penstock.records.event import microseconds
 
 COMMIT_TRIES = 5
-PIN_S = 600.0
+PIN_S = 3600.0
 IDLE_WAIT_S = 0.5
 Clock = Callable[[], int]
 Start = Literal["earliest", "latest"]
@@ -87,7 +93,7 @@ class Query:
         limits: QueryLimits = QueryLimits(),
         clock: Clock | None = None,
     ) -> None:
-        self.name = "+".join(definition.name for definition in definitions)
+        self.name = query_name(definitions)
         self.definitions = tuple(definitions)
         self._log = log
         self._app = app
@@ -113,37 +119,20 @@ class Query:
     # Starting
 
     def start(self) -> None:
-        """Take the query over: fence whoever ran it, then learn where it is."""
-        self.position = self._taken_over()
+        """Begin, or begin again: fence an older self, then learn where it is.
+
+        Raises `FencedError` if another runner has claimed one of the definitions since.
+        """
         self._holder = self._log.hold(self.producer)
+        found = [saved_position(self._log, self._app, d.name) for d in self.definitions]
+        for definition, position in zip(self.definitions, found, strict=True):
+            if position is None or position.producer != self.producer:
+                raise FencedError(f"{definition.name} was taken over by another runner, or reset")
+        self.position = cast(Position, found[0])
         last = self._log.last_commit(self.producer)
         self.position.sequence = 0 if last is None else last.sequence + 1
-        self.position.producer = self.producer
         self._load_timers()
         self._is_started = True
-
-    def _taken_over(self) -> Position:
-        """The saved position, once nobody can move it any more."""
-        fenced: set[str] = {self.producer}
-        self._log.hold(self.producer)
-        while True:
-            found = [self._saved(definition) for definition in self.definitions]
-            others = {p.producer for p in found if p is not None} - fenced
-            if not others:
-                break
-            for producer in others:
-                self._log.hold(producer)
-            fenced |= others
-        for definition, position in zip(self.definitions, found, strict=True):
-            if position is not None and position.checkpoint:
-                raise PlanChangedError(
-                    f"{definition.location}: {definition.name} kept state in Spark before, and has "
-                    f"none now: `penstock reset {definition.name}` lets it start again"
-                )
-        return found[0] or Position(producer=self.producer, sequence=0, next={})
-
-    def _saved(self, definition: Definition) -> Position | None:
-        return saved_position(self._log, self._app, definition.name)
 
     def _load_timers(self) -> None:
         self._timers = {}
@@ -196,16 +185,23 @@ class Query:
         return bool(self.position.again) and time.monotonic() >= self._retry_at
 
     def _full_position(self, name: str) -> dict[int, int]:
-        held = self.position.next.get(name, {})
-        return {p: held.get(p, 0) for p in range(self._log.stream(name).partitions)}
+        held = self._held(self._log.stream(name))
+        return {p: max(held.get(p, 0), o.first) for p, o in self._log.offsets(name).items()}
+
+    def _held(self, stream: Stream) -> dict[int, int]:
+        """Where it is in a stream; nowhere, if the stream was dropped and made anew since."""
+        name = str(stream.name)
+        if self.position.ids.get(name, stream.id) != stream.id:
+            return {}
+        return self.position.next.get(name, {})
 
     def lag(self) -> int:
         """How many events wait to be handled."""
-        waiting = sum(
-            max(0, offsets.next - max(self.position.next.get(name, {}).get(p, 0), offsets.first))
-            for name in self._inputs
-            for p, offsets in self._log.offsets(name).items()
-        )
+        waiting = 0
+        for name in self._inputs:
+            held = self._held(self._log.stream(name))
+            for partition, offsets in self._log.offsets(name).items():
+                waiting += max(0, offsets.next - max(held.get(partition, 0), offsets.first))
         behind = sum(
             end - start
             for partitions in self.position.again.values()
@@ -232,7 +228,7 @@ class Query:
         try:
             outcomes = self._executor.run(order)
             self._check(outcomes)
-            position = self._moved(ranges, again, outcomes, order)
+            position = self._moved(ranges, again, outcomes, order, streams)
             committed = self._commit(order, outcomes, position)
         finally:
             if order.pin is not None:
@@ -242,34 +238,36 @@ class Query:
         return told(self._log, order, outcomes, committed, time.monotonic() - began)
 
     def _next_ranges(self) -> tuple[list[Range], dict[str, Stream]]:
+        # Offsets first: a stream that grows in between then counts as grown.
+        ends = {name: self._log.offsets(name) for name in self._inputs}
         streams = {name: self._log.stream(name) for name in self._inputs}
         ranges: list[Range] = []
-        for name in self._inputs:
-            offsets = self._log.offsets(name)
+        for name, offsets in ends.items():
+            held = self._held(streams[name])
             share = max(1, self._limits.batch_rows_max // (len(offsets) * len(self._inputs)))
             for partition, found in offsets.items():
-                start = self._start(name, partition, found)
+                start = self._start(name, partition, found, held.get(partition))
                 end = min(found.next, start + share)
                 if end > start:
                     ranges.append(Range(name, partition, start, end))
         return ranges, streams
 
-    def _start(self, name: str, partition: int, offsets: Offsets) -> int:
-        at = self.position.next.get(name, {}).get(partition)
+    def _start(self, name: str, partition: int, offsets: Offsets, at: int | None) -> int:
         if at is None:
             return offsets.first
         if at < offsets.first:
             raise OffsetGoneError(
                 f"query {self.name} is at offset {at} of {name}, partition {partition}, and "
                 f"retention has removed everything before {offsets.first}: start it again from "
-                f"there with `penstock reset {self.name} --from earliest`, or keep events longer",
+                f"there (`penstock reset APP {self.name}`), or keep events longer",
                 offsets.first,
             )
         return at
 
     def _due_timers(self) -> list[tuple[bytes, int]]:
         now = self._clock()
-        return sorted((k, due) for k, due in self._timers.items() if due <= now)
+        due = sorted((at, key) for key, at in self._timers.items() if at <= now)
+        return [(key, at) for at, key in due[: self._limits.batch_rows_max]]
 
     def _due_again(self) -> list[Range]:
         if not self.position.again or time.monotonic() < self._retry_at:
@@ -313,9 +311,10 @@ class Query:
         again: Sequence[Range],
         outcomes: Sequence[Outcome],
         order: BatchOrder,
+        streams: Mapping[str, Stream],
     ) -> Position:
         """The position after this batch."""
-        after = {name: dict(partitions) for name, partitions in self.position.next.items()}
+        after = {name: dict(self._held(stream)) for name, stream in streams.items()}
         for range_ in ranges:
             after.setdefault(range_.stream, {})[range_.partition] = range_.end
         open_again = {} if again else self.position.again
@@ -328,6 +327,7 @@ class Query:
             producer=self.producer,
             sequence=order.sequence,
             next=after,
+            ids={name: stream.id for name, stream in streams.items()},
             again=self._with_open(open_again, left),
             workers=workers,
             time_us=order.now_us,
@@ -381,6 +381,9 @@ class Query:
                 else:
                     self._timers[key] = due_us
 
+    def late_rows(self) -> int:
+        return 0
+
     def close(self) -> None:
         self._executor.close()
 
@@ -418,13 +421,7 @@ def _first_hop(log: Log, range_: Range) -> list[Hop]:
 
 def failed(failure: Failure) -> PenstockError:
     """The error that tells a user what their function did wrong, and where."""
+    if failure.code == FencedError.code:
+        return FencedError(failure.error)
     text = f"{failure.definition} failed at {failure.place}: {failure.error}"
     return QueryFailedError(f"{text}\n\n{failure.traceback}" if failure.traceback else text)
-
-
-def keeps_timers(definition: Definition) -> bool:
-    """Whether an agent needs its table of timers: for timers, or for windows that expire."""
-    if not isinstance(definition, Agent):
-        return False
-    windows = definition.state.windows if definition.state is not None else None
-    return bool(definition.on_timer) or (windows is not None and windows.expires_us is not None)

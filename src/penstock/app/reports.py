@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -73,18 +74,17 @@ class Reporter:
             self._thread.join(10)
 
     def _run(self) -> None:
-        log = self._runner.log
-        try:
-            self._holder = log.hold(f"app/{self._runner.app}/runner-{self._id}", ephemeral=True)
-            while not self._stop.wait(self._interval_s):
-                self._report(alive=True)
-            self._report(alive=False)
-        except PenstockError:
-            return  # what cannot be reported must not stop what works
+        is_last = False
+        while not is_last:
+            is_last = self._stop.wait(self._interval_s)
+            # What cannot be reported now may be later; it must not stop what works.
+            with contextlib.suppress(PenstockError):
+                self._report(alive=not is_last)
 
     def _report(self, *, alive: bool) -> None:
         log = self._runner.log
-        assert self._holder is not None  # noqa: S101  held when the thread began
+        if self._holder is None:
+            self._holder = log.hold(f"app/{self._runner.app}/runner-{self._id}", ephemeral=True)
         statuses = {status.name: status for status in self._runner.statuses()}
         events = [
             event
@@ -114,10 +114,12 @@ class Reporter:
 def measured(status: QueryStatus, steps: Sequence[Step]) -> dict[str, float]:
     """What is worth knowing of a query's batches since the last report.
 
-    `hop_ms` is from the commit of an event to the commit of what came of it: the median over
-    events, and the longest.
+    `rows_late` counts from the runner's start. `hop_ms` is from the commit of an event to the
+    commit of what came of it: the median over events, and the longest.
     """
-    found: dict[str, float] = {"lag": status.lag, "batches": len(steps)}
+    found: dict[str, float] = {
+        "lag": status.lag, "batches": len(steps), "rows_late": status.rows_late,
+    }  # fmt: skip
     if not steps:
         return found
     hops = [hop for step in steps for hop in step.hops_ms]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from penstock.app.positions import Position, producer_name, progress_key, saved_position
+from penstock.app.claims import claim
+from penstock.app.positions import Position, saved_position
 from penstock.errors import UnknownObjectError, UsageError
-from penstock.log.api import Commit, Log
+from penstock.log.api import Log
 from penstock.log.objects import CreateStream, DropStream
 
 From = Literal["earliest", "latest"]
@@ -33,6 +35,7 @@ def reset_query(
     *,
     start: From = "earliest",
     output: Output = "keep",
+    inputs: tuple[str, ...] = (),
     outputs: tuple[str, ...] = (),
     checkpoints: Path | None = None,
 ) -> Reset:
@@ -49,16 +52,16 @@ def reset_query(
         )
     if output == "clear" and not outputs:
         raise UsageError(f"{name}: nothing is known to be made by it, so nothing can be cleared")
-    if saved is not None:
-        log.hold(saved.producer)
-    holder = log.hold(producer_name(app, f"reset/{name}"))
-    value: bytes | None = None
-    if start == "latest" and saved is not None:
-        ends = {s: {p: o.next for p, o in log.offsets(s).items()} for s in saved.next}
-        value = msgspec.json.encode(Position(producer=saved.producer, sequence=0, next=ends))
-    last = log.last_commit(holder.producer)
-    sequence = 0 if last is None else last.sequence + 1
-    log.commit(holder, sequence, Commit(progress={progress_key(app, name): value}))
+
+    def decide(found: Mapping[str, Position | None]) -> dict[str, Position | None]:
+        del found
+        if start == "earliest":
+            return {name: None}
+        ends = {s: {p: o.next for p, o in log.offsets(s).items()} for s in inputs}
+        ids = {s: log.stream(s).id for s in inputs}
+        return {name: Position(producer="", sequence=-1, next=ends, ids=ids)}
+
+    claim(log, app, [name], decide)
     folder = None if checkpoints is None else checkpoints / app / name
     if folder is not None and folder.exists():
         shutil.rmtree(folder)

@@ -7,33 +7,52 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from penstock.app.agents import AgentWork
-from penstock.app.definitions import Agent, Definition, Feed, Lookup, Place, Rekey, TableJoin
+from penstock.app.claims import claim
+from penstock.app.definitions import (
+    Agent,
+    Definition,
+    Feed,
+    Lookup,
+    Place,
+    Rekey,
+    TableJoin,
+    keeps_timers,
+)
 from penstock.app.feeds import FeedQuery
 from penstock.app.joins import LookupWork, RekeyWork, TableJoinWork
 from penstock.app.plan import Plan, can_share, kind_of
-from penstock.app.positions import saved_position
-from penstock.app.query import Clock, Executor, Query, QueryLimits, Step, keeps_timers
+from penstock.app.positions import Position, producer_name, query_name
+from penstock.app.query import Clock, Executor, Query, QueryLimits, Step
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import (
     AppError,
     FencedError,
     PenstockError,
+    PlanChangedError,
     QueryFailedError,
     SparkGoneError,
     UnknownObjectError,
     UsageError,
 )
 from penstock.log.api import Log
-from penstock.log.objects import AlterStream, Change, CreateStream, StreamSpec, check_alter
+from penstock.log.objects import (
+    AlterStream,
+    Change,
+    CreateStream,
+    GrowStream,
+    StreamSpec,
+    check_alter,
+)
 
 State = Literal["starting", "running", "restarting", "failed", "stopped"]
 RATE_WINDOW_S = 10.0
+STEPS_MAX = 1000
 
 
 class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +82,9 @@ class Runnable(Protocol):
 
     def is_idle(self) -> bool: ...
 
+    def late_rows(self) -> int:
+        """How many events came after their window was closed."""
+
     def close(self) -> None: ...
 
 
@@ -74,6 +96,9 @@ class Backend(Protocol):
 
     def frames(self, log: Log, app: str, definition: Definition) -> Runnable:
         """For definitions that are DataFrames; makes its output streams too."""
+
+    def is_alive(self) -> bool:
+        """Whether it still runs; if not, only a new process can start it again."""
 
 
 class InlineExecutor:
@@ -92,6 +117,9 @@ class InlineExecutor:
 
 class InlineBackend:
     """Runs agents, lookups and joins of tables in this process: for tests, without Spark."""
+
+    def is_alive(self) -> bool:
+        return True
 
     def executor(self, log: Log, works: Sequence[Work]) -> Executor:
         return InlineExecutor(log, works)
@@ -113,6 +141,7 @@ class QueryStatus(msgspec.Struct, kw_only=True):
     rows_in: int = 0
     rows_out: int = 0
     rows_skipped: int = 0
+    rows_late: int = 0
     batches: int = 0
     restarts: int = 0
     batch_ms: float = 0.0
@@ -133,7 +162,8 @@ class _Kept:
             inputs=tuple(place.name for place in first.inputs),
             outputs=tuple(p.name for d in query.definitions for p in d.outputs),
         )
-        self.recent: deque[tuple[float, Step]] = deque(maxlen=1000)
+        self.recent: deque[tuple[float, Step]] = deque(maxlen=STEPS_MAX)
+        self.untold: deque[Step] = deque(maxlen=STEPS_MAX)
         self.failures = 0
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
@@ -149,20 +179,28 @@ class _Kept:
         status.batch_ms = step.took_s * 1000
         if step.hops_ms:
             status.hop_ms = weighted_median(step.hops_ms)
+        status.error = ""
         self.recent.append((time.monotonic(), step))
+        self.untold.append(step)
 
     def rate(self) -> float:
         since = time.monotonic() - RATE_WINDOW_S
-        return sum(step.rows_in for at, step in self.recent if at >= since) / RATE_WINDOW_S
+        return sum(step.rows_in for at, step in self.recent.copy() if at >= since) / RATE_WINDOW_S
 
 
 class Runner:
     """The queries of a plan, each in a thread that starts it again when it fails."""
 
     def __init__(
-        self, log: Log, plan: Plan, queries: Sequence[Runnable], options: RunnerOptions
+        self,
+        log: Log,
+        plan: Plan,
+        queries: Sequence[Runnable],
+        options: RunnerOptions,
+        is_alive: Callable[[], bool],
     ) -> None:
         self.log = log
+        self._is_alive = is_alive
         self.app = plan.app.name
         self._options = options
         self._stop = threading.Event()
@@ -192,14 +230,15 @@ class Runner:
             kept.status.rate = kept.rate()
             with contextlib.suppress(PenstockError):
                 kept.status.lag = kept.query.lag()
-                if kept.status.state == "starting" and kept.query.is_idle():
-                    kept.status.state = "running"
+                kept.status.rows_late = kept.query.late_rows()
+                if kept.status.state in ("starting", "restarting") and kept.query.is_idle():
+                    kept.status.state, kept.status.error = "running", ""
         return [msgspec.structs.replace(kept.status) for kept in self._kept]
 
     def steps(self) -> Iterator[tuple[QueryStatus, list[Step]]]:
         """The batches of each query since this was last asked."""
         for kept in self._kept:
-            found = [kept.recent.popleft()[1] for _ in range(len(kept.recent))]
+            found = [kept.untold.popleft() for _ in range(len(kept.untold))]
             yield kept.status, found
 
     def failure(self) -> QueryFailedError | None:
@@ -207,11 +246,13 @@ class Runner:
         for kept in self._kept:
             if kept.status.state == "failed" and kept.error is not None:
                 return QueryFailedError(f"query {kept.query.name}: {kept.error}")
+        if not self._is_alive() and not self._stop.is_set():
+            return QueryFailedError("Spark's process has died: start the app again")
         return None
 
     def is_over(self) -> bool:
-        """Whether every query was given up."""
-        return all(kept.status.state == "failed" for kept in self._kept)
+        """Whether every query was given up, or what they run on has died."""
+        return not self._is_alive() or all(kept.status.state == "failed" for kept in self._kept)
 
     def is_idle(self) -> bool:
         """Whether all queries that still run have handled everything there is."""
@@ -292,21 +333,19 @@ def build(
     """A runner for the plan: makes the streams it needs, and groups definitions into queries."""
     make_streams(log, plan)
     queries: list[Runnable] = []
-    for group in _grouped(log, plan):
-        first = group[0]
-        match kind_of(first):
+    for definition in plan.definitions:
+        match kind_of(definition):
             case "frames":
-                queries.append(backend.frames(log, plan.app.name, first))
+                queries.append(backend.frames(log, plan.app.name, definition))
             case "feed":
-                assert isinstance(first, Feed)  # noqa: S101  what the kind means
-                queries.append(FeedQuery(log, plan.app.name, first))
-            case _:
-                works = [work_of(plan.app.name, definition) for definition in group]
-                executor = backend.executor(log, works)
-                queries.append(
-                    Query(log, plan.app.name, group, executor, limits=limits, clock=clock)
-                )
-    return Runner(log, plan, queries, options)
+                assert isinstance(definition, Feed)  # noqa: S101  what the kind means
+                queries.append(FeedQuery(log, plan.app.name, definition))
+    tasks = [definition for definition in plan.definitions if kind_of(definition) == "tasks"]
+    for group in claimed_groups(log, plan.app.name, tasks):
+        works = [work_of(plan.app.name, definition) for definition in group]
+        executor = backend.executor(log, works)
+        queries.append(Query(log, plan.app.name, group, executor, limits=limits, clock=clock))
+    return Runner(log, plan, queries, options, backend.is_alive)
 
 
 def work_of(app: str, definition: Definition) -> Work:
@@ -322,13 +361,45 @@ def work_of(app: str, definition: Definition) -> Work:
     raise AssertionError(definition)
 
 
-def _grouped(log: Log, plan: Plan) -> list[list[Definition]]:
+def claimed_groups(log: Log, app: str, definitions: Sequence[Definition]) -> list[list[Definition]]:
+    """Definitions in groups that share a query, claimed for this runner."""
+    groups: list[list[Definition]] = []
+
+    def decide(found: Mapping[str, Position | None]) -> dict[str, Position | None]:
+        groups[:] = _grouped(definitions, found)
+        decided: dict[str, Position | None] = {}
+        for group in groups:
+            producer = producer_name(app, query_name(group))
+            for definition in group:
+                decided[definition.name] = taken_over(found[definition.name], definition, producer)
+        return decided
+
+    if definitions:
+        claim(log, app, [definition.name for definition in definitions], decide)
+    return groups
+
+
+def taken_over(found: Position | None, definition: Definition, producer: str) -> Position:
+    """A saved position in the hands of another producer."""
+    if found is None:
+        return Position(producer=producer, sequence=0, next={})
+    if found.checkpoint:
+        raise PlanChangedError(
+            f"{definition.location}: {definition.name} kept state in Spark before, and has none "
+            f"now: `penstock reset` lets {definition.name} start again"
+        )
+    return msgspec.structs.replace(found, producer=producer)
+
+
+def _grouped(
+    definitions: Sequence[Definition], found: Mapping[str, Position | None]
+) -> list[list[Definition]]:
     """Definitions that can share a query, and are at the same place, together."""
     groups: list[list[Definition]] = []
-    for definition in plan.definitions:
-        at = _place(log, plan.app.name, definition)
+    for definition in definitions:
         for group in groups:
-            if can_share(group[0], definition) and _place(log, plan.app.name, group[0]) == at:
+            there = _place(found[group[0].name]) == _place(found[definition.name])
+            if there and can_share(group[0], definition):
                 group.append(definition)
                 break
         else:
@@ -336,9 +407,8 @@ def _grouped(log: Log, plan: Plan) -> list[list[Definition]]:
     return groups
 
 
-def _place(log: Log, app: str, definition: Definition) -> object:
-    saved = saved_position(log, app, definition.name)
-    return None if saved is None else (saved.next, saved.again)
+def _place(saved: Position | None) -> object:
+    return ({}, {}) if saved is None else (saved.next, saved.again)
 
 
 def make_streams(log: Log, plan: Plan) -> None:
@@ -370,11 +440,22 @@ def changes_for(log: Log, spec: StreamSpec) -> list[Change]:
         found = log.stream(spec.name)
     except UnknownObjectError:
         return [CreateStream(spec)]
+    said = {
+        name: getattr(spec, name)
+        for name in ("partitions", "retention_ms", "retention_bytes")
+        if getattr(spec, name) is not None
+    }
     wanted = msgspec.structs.replace(
         found.spec, record=spec.record, content=spec.content, key=spec.key, time=spec.time,
-        table=spec.table, entries=spec.entries,
+        table=spec.table, entries=spec.entries, **said,
     )  # fmt: skip
+    if wanted.partitions is not None and wanted.partitions < found.partitions:
+        wanted = msgspec.structs.replace(wanted, partitions=found.partitions)  # grown since
     check_alter(found, wanted)
-    if wanted.record == found.record and wanted.time == found.spec.time:
-        return []
-    return [AlterStream(wanted)]
+    changes: list[Change] = []
+    if wanted.partitions is not None and wanted.partitions > found.partitions:
+        changes.append(GrowStream(spec.name, wanted.partitions))
+    as_it_is = msgspec.structs.replace(found.spec, record=found.record, partitions=None)
+    if msgspec.structs.replace(wanted, partitions=None) != as_it_is:
+        changes.append(AlterStream(msgspec.structs.replace(wanted, partitions=None)))
+    return changes

@@ -104,7 +104,7 @@ def _first(
 ) -> tuple[Argument, type[Record] | None]:
     plural = False
     if _origin(hint) is list:
-        plural, hint = True, typing.get_args(hint)[0]
+        plural, hint = True, (typing.get_args(hint) or (None,))[0]
     whole = _origin(hint) is Event
     if whole:
         hint = (typing.get_args(hint) or (None,))[0]
@@ -188,11 +188,17 @@ def _options(hint: object) -> list[object]:
 def _check_outputs(hint: object, outputs: tuple[AppStream[object], ...], what: str) -> None:
     if hint is None or hint is NoneType:
         return
-    held = {stream.record for stream in outputs if stream.record is not None}
+    records = [stream.record for stream in outputs if stream.record is not None]
+    held = set(records)
     inner = typing.get_args(hint)[0] if typing.get_args(hint) and _is_iterator(hint) else hint
     for option in _options(inner):
         if not (isinstance(option, type) and issubclass(option, Record)):
             continue
+        if records.count(option) > 1:
+            raise AppError(
+                f"{what} yields {option.__name__}, which several of its streams hold: say which, "
+                "with stream.new(…)"
+            )
         if option in held or any(s.record is None for s in outputs):
             continue
         known = ", ".join(f"{s.name} ({_shown(s.record)})" for s in outputs) or "no stream"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import pyarrow as pa
@@ -32,6 +32,8 @@ class State:
         self.values = Values(table, self._stream)
         self._held: dict[bytes, Entry[Any]] = {}
         self._before: dict[bytes, bytes | None] = {}
+        self._revived: set[bytes] = set()
+        self._journal: dict[bytes, tuple[bool, object]] | None = None
 
     def load(self, keys: Iterable[bytes]) -> None:
         """Look up many keys at once."""
@@ -52,9 +54,30 @@ class State:
             value = self._value(self._before[key])
             held = Entry(value, self._table.key_of(key if shown is None else shown))
             self._held[key] = held
-        elif held.is_deleted:
+        elif held.is_deleted and held.value is None:
             held.is_deleted, held.value = False, self._value(None)
+            self._revived.add(key)
+        if self._journal is not None and key not in self._journal:
+            self._journal[key] = (held.is_deleted, _copied(held.value))
         return held
+
+    def begin(self) -> None:
+        """From here on, what happens to entries can be undone."""
+        self._journal = {}
+
+    def undo(self) -> None:
+        """Make entries what they were when `begin` was called."""
+        for key, (is_deleted, value) in (self._journal or {}).items():
+            entry = self._held[key]
+            entry.is_deleted, entry.value = is_deleted, value
+        self._journal = {}
+
+    def check(self) -> None:
+        """Raise `RecordError` if an entry that was touched since `begin` has a wrong value."""
+        for key in self._journal or ():
+            entry = self._held[key]
+            if entry.value is not None:
+                self.values.pack(entry.value)
 
     def _value(self, packed: bytes | None) -> object:
         if packed is not None:
@@ -64,46 +87,20 @@ class State:
         default = self._table.default
         return default if isinstance(default, _IMMUTABLE) else copy.deepcopy(default)
 
-    def keep(self, key: bytes) -> tuple[bytes, bool, object]:
-        """What is needed to undo what one call does to an entry."""
-        entry = self._held[key] if key in self._held else self.entry(key)
-        value = entry.value
-        held = value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
-        return key, entry.is_deleted, held
-
-    def undo(self, kept: tuple[bytes, bool, object]) -> None:
-        key, is_deleted, value = kept
-        entry = self._held[key]
-        entry.is_deleted = is_deleted
-        entry.value = value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
-
-    def checkpoint(self) -> Callable[[], None]:
-        """What undoes everything that happens to the entries from now on."""
-        kept = {key: self.keep(key) for key in self._held}
-
-        def undo() -> None:
-            for key in [key for key in self._held if key not in kept]:
-                del self._held[key]
-            for item in kept.values():
-                self.undo(item)
-
-        return undo
-
     def changed(self) -> list[tuple[bytes, object, bytes | None]]:
         """Keys with their new value and packed value; `None` where the entry is to go."""
         found: list[tuple[bytes, object, bytes | None]] = []
-        untouched = None
+        start = self._value(None)
+        untouched = None if start is None else self.values.pack(start)
         for key, entry in self._held.items():
             before = self._before[key]
-            if entry.is_deleted or entry.value is None:
+            packed = None if entry.value is None else self.values.pack(entry.value)
+            # One that was deleted, and since then only looked at, is still deleted.
+            is_new = before is None or key in self._revived
+            if packed is None or (is_new and packed == untouched):
                 if before is not None:
                     found.append((key, None, None))
-                continue
-            packed = self.values.pack(entry.value)
-            if before is None and untouched is None:
-                start = self._value(None)
-                untouched = b"" if start is None else self.values.pack(start)
-            if packed != (untouched if before is None else before):
+            elif packed != before:
                 found.append((key, entry.value, packed))
         return found
 
@@ -120,6 +117,8 @@ class State:
                 actions = self.values.collections.actions(
                     cast(Collection | None, old), cast(Collection | None, value)
                 )
+                if not actions:  # equal, though packed in another way
+                    continue
                 rows += [made(action=a.action, value=a.value, values=a.values) for a in actions]
                 keys += [key] * len(actions)
                 entries += [None] * (len(actions) - 1) + [packed]
@@ -130,6 +129,17 @@ class State:
         if not rows:
             return None
         return changes_part(composer, self._stream, rows, keys, entries)
+
+
+def _copied(value: object) -> object:
+    """A copy that changes of the original in place do not reach."""
+    if isinstance(value, _IMMUTABLE):
+        return value
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, list) and all(isinstance(item, _IMMUTABLE) for item in value):
+        return list(value)
+    return copy.deepcopy(value)
 
 
 def _row(value: object) -> Record | None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
+from penstock.errors import PenstockError
 from penstock.log.api import CommitOptions, Holder, Log, Part, Piece, Pin
 from penstock.log.batch import Batch
 from penstock.records.event import from_microseconds
@@ -69,6 +70,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     place: str
     error: str
     traceback: str
+    code: str = ""
+    """Of an error of the log rather than of the user's."""
 
 
 class Hop(NamedTuple):
@@ -112,13 +115,15 @@ class FailedError(Exception):
 
 def run_split(log: Log, works: Sequence[Work], batch: BatchOrder, split: Split) -> Outcome:
     """Run every definition of a query over one split: it is read once for all of them."""
-    inputs = list(read_split(log, split))
     outcomes = []
     try:
+        inputs = list(read_split(log, split))
         for work in works:
             outcomes.append(work.run(log, batch, split, inputs))
     except FailedError as error:
         return Outcome(failure=error.failure, worker=this_worker())
+    except PenstockError as error:
+        return Outcome(failure=log_failure(batch.query, error), worker=this_worker())
     places = {(r.stream, r.partition): None for r in (*split.ranges, *split.again)}
     return Outcome(
         pieces=tuple(piece for outcome in outcomes for piece in outcome.pieces),
@@ -133,6 +138,13 @@ def run_split(log: Log, works: Sequence[Work], batch: BatchOrder, split: Split) 
     )
 
 
+def log_failure(query: str, error: PenstockError) -> Failure:
+    """A failure of the log, as a task reports it."""
+    return Failure(
+        definition=query, place="the log", error=str(error), traceback="", code=error.code
+    )
+
+
 def read_split(log: Log, split: Split) -> Iterator[Batch]:
     """The events of a split: in order of offset; of several partitions, in order of commit."""
     for range_ in split.again:
@@ -141,7 +153,17 @@ def read_split(log: Log, split: Split) -> Iterator[Batch]:
     if len(sources) == 1:
         yield from sources[0]
     else:
-        yield from heapq.merge(*sources, key=lambda batch: batch.commit)
+        runs = [_by_commit(source) for source in sources]
+        yield from heapq.merge(*runs, key=lambda batch: batch.commit)
+
+
+def _by_commit(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Batches cut so that each holds the events of one commit."""
+    for batch in batches:
+        starts = [max(run.offset, batch.first_offset) for run in batch.runs]
+        for start, end in zip(starts, [*starts[1:], batch.next_offset], strict=True):
+            if start < end:
+                yield batch.sliced(start, end)
 
 
 def stage(log: Log, batch: BatchOrder, parts: Sequence[Part]) -> tuple[Piece, ...]:

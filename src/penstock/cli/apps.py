@@ -15,6 +15,7 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
+from penstock.app.definitions import Agent, keeps_timers
 from penstock.app.loading import load_app
 from penstock.app.plan import plan
 from penstock.app.query import QueryLimits
@@ -220,7 +221,10 @@ def reset(  # noqa: PLR0913  a parameter for each option
     """Let a query start again: forget its position, and the state that Spark keeps for it."""
     loaded = load_app(app)
     definition = plan(loaded).only([query]).definitions[0]
-    outputs = tuple(place.name for place in definition.outputs)
+    places = [*definition.outputs]
+    if isinstance(definition, Agent) and definition.timers and keeps_timers(definition):
+        places.append(definition.timers)
+    outputs = tuple(place.name for place in places)
     if output == "clear":
         shared = [
             place.name
@@ -233,7 +237,8 @@ def reset(  # noqa: PLR0913  a parameter for each option
             raise UsageError(f"{shared[0]} is written by others too, and cannot be cleared alone")
     with open_named(context, log, log_option) as opened:
         done = reset_query(
-            opened, loaded.name, query, start=start, output=output, outputs=outputs,
+            opened, loaded.name, query, start=start, output=output,
+            inputs=definition.triggers, outputs=outputs,
             checkpoints=_checkpoints(context, log, checkpoints),
         )  # fmt: skip
     if json:

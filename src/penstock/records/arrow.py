@@ -134,7 +134,8 @@ class RecordCodec:
         self.record = record
         self.schema = schema_of(record)
         self.arrow = arrow_schema(self.schema)
-        self._pack = msgspec.msgpack.Encoder()
+        # Equal values are equal bytes: sets in order.
+        self._pack = msgspec.msgpack.Encoder(order="deterministic")
         self._one = msgspec.msgpack.Decoder(record)
         self._fields = msgspec.structs.fields(record)
         parameters = inspect.signature(record).parameters.values()

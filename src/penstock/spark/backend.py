@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 
 from penstock.app.definitions import Definition
 from penstock.app.query import Clock, Executor, Query, QueryLimits
-from penstock.app.runner import Runnable, changes_for
+from penstock.app.runner import Runnable, changes_for, claimed_groups
 from penstock.app.task import BatchOrder, Outcome, Work
 from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
@@ -39,6 +39,11 @@ class SparkBackend:
         self._limits = limits
         self._clock = clock
 
+    def is_alive(self) -> bool:
+        gateway = self._spark.sparkContext._gateway
+        process = getattr(gateway, "proc", None)
+        return process is None or process.poll() is None
+
     def executor(self, log: Log, works: Sequence[Work]) -> Executor:
         return SparkExecutor(self._spark, log.url, self._options, works)
 
@@ -51,10 +56,13 @@ class SparkBackend:
         if changes:
             log.apply(changes)
         if shape.is_stateful:
-            return StatefulQuery(
+            stateful = StatefulQuery(
                 self._spark, log, self._options, app, shape, self._checkpoints,
                 self._limits.batch_rows_max,
             )  # fmt: skip
+            stateful.claim()
+            return stateful
+        claimed_groups(log, app, [definition])
         executor = _Explaining(
             definition.name, FrameExecutor(self._spark, log.url, self._options, app, shape)
         )

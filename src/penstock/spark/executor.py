@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import SparkGoneError
 from penstock.log import OptionValue
-from penstock.spark.failures import spark_alive
+from penstock.spark.failures import spark_alive, user_failure
 from penstock.spark.shipping import pack, unpack
 from penstock.spark.worker import worker_log
 
@@ -47,8 +47,11 @@ class SparkExecutor:
         task = functools.partial(_run, self._program, self._works, self._url, self._options, order)
         count = len(batch.splits)
         # Numbers travel, not splits: the order holds them all.
-        with spark_alive():
-            told = self._context.parallelize(range(count), count).mapPartitions(task).collect()
+        try:
+            with spark_alive():
+                told = self._context.parallelize(range(count), count).mapPartitions(task).collect()
+        except PySparkException as error:
+            return [Outcome(failure=user_failure(batch.query, error))]
         return [_OUTCOME.decode(outcome) for outcome in told]
 
     def close(self) -> None:

@@ -18,9 +18,9 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 from penstock.app.definitions import Definition, Derivation, StreamJoin
 from penstock.app.streams import AppStream
 from penstock.app.tables import AppTable
-from penstock.app.task import BatchOrder, Outcome, this_worker
+from penstock.app.task import BatchOrder, Outcome, log_failure, this_worker
 from penstock.app.windows import Windows
-from penstock.errors import AppError, UsageError
+from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.log.objects import Stream, StreamSpec
@@ -39,7 +39,8 @@ STATEFUL = (
     "Aggregate", "Deduplicate", "DeduplicateWithinWatermark", "Distinct", "Except", "Intersect",
     "FlatMapGroupsInPandasWithState", "FlatMapGroupsWithState", "TransformWithState",
     "TransformWithStateInPySpark", "TransformWithStateInPandas", "GlobalLimit", "Sort", "Window",
-    "FlatMapGroupsInPandas", "FlatMapGroupsInArrow",
+    "FlatMapGroupsInPandas", "FlatMapGroupsInArrow", "FlatMapCoGroupsInPandas",
+    "FlatMapCoGroupsInArrow", "ExceptAll", "IntersectAll", "Offset", "Tail", "Pivot",
 )  # fmt: skip
 
 
@@ -57,11 +58,12 @@ def read_stream(
         log = worker_log(url, options)
         order = current_order()
         mine = [number for batch in numbers for number in batch.column(0).to_pylist()]
-        for split in order.splits:
-            for range_ in split.ranges if split.number % tasks in mine else ():
-                if range_.stream == stream:
-                    for found in log.read(*range_):
-                        yield for_spark(found, wanted)
+        ranges = [r for split in order.splits for r in split.ranges if r.stream == stream]
+        for index, range_ in enumerate(ranges):
+            # Neighbours to one task, so that what it stages is in order.
+            if index * tasks // len(ranges) in mine:
+                for found in log.read(*range_):
+                    yield for_spark(found, wanted)
 
     return spark.range(0, tasks, 1, tasks).mapInArrow(read, schema)
 
@@ -95,13 +97,36 @@ def stage_frame(
     def stage(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         order = current_order()
         log = worker_log(url, options)
-        pieces = stage_batches(log, order.holder, order.sequence, stream, batches, source)
-        rows = sum(piece.rows for piece in pieces)
-        outcome = Outcome(pieces=tuple(pieces), rows_out=rows, worker=this_worker())
+        try:
+            pieces = stage_batches(log, order.holder, order.sequence, stream, batches, source)
+            rows = sum(piece.rows for piece in pieces)
+            outcome = Outcome(pieces=tuple(pieces), rows_out=rows, worker=this_worker())
+        except PenstockError as error:
+            outcome = Outcome(failure=log_failure(source, error), worker=this_worker())
         packed = pa.array([msgspec.msgpack.encode(outcome)], pa.binary())
         yield pa.RecordBatch.from_arrays([packed], names=["outcome"])
 
     return frame.mapInArrow(stage, _STAGED)
+
+
+def with_absent(frame: DataFrame, offered: pa.Schema) -> DataFrame:
+    """The frame with every column that is offered: null where nobody looks at it.
+
+    A function may name a column whose value never matters; making it would cost, naming it
+    must not fail.
+    """
+    if frame.columns == offered.names:
+        return frame
+    schema = spark_schema(offered)
+    present = set(frame.columns)
+    return frame.select(
+        [
+            F.col(field.name)
+            if field.name in present
+            else F.lit(None).cast(field.dataType).alias(field.name)
+            for field in schema.fields
+        ]
+    )
 
 
 @contextlib.contextmanager
@@ -151,20 +176,77 @@ class Shape:
             place for place in definition.inputs if isinstance(place, AppTable)
         ]
         self._found = {place.name: log.stream(place.name) for place in definition.inputs}
-        self.columns = {name: stream_columns(stream) for name, stream in self._found.items()}
+        self.offered = {name: stream_columns(stream) for name, stream in self._found.items()}
+        self.columns = dict(self.offered)
         sample = {name: self._sample(spark, name) for name in self._found}
+        self._leaves = {
+            _expression_id(attribute): name
+            for name, frame in sample.items()
+            for attribute in _items(frame._jdf.queryExecution().analyzed().output())
+        }
         result = self.applied(sample)
         plan = result._jdf.queryExecution().analyzed()
         nodes = _nodes(plan)
-        joins = [n for n in nodes if str(n.nodeName()) == "Join"]
-        self.is_stateful = any(_is_stateful(n) for n in nodes) or (
-            len(self.streams) > 1 and bool(joins)
-        )
+        self.is_stateful = any(_is_stateful(n) for n in nodes)
+        for join in (node for node in nodes if str(node.nodeName()) == "Join"):
+            self.is_stateful = self._joins_streams(join) or self.is_stateful
         self.output = output_spec(definition, result.schema, self._found)
         self.result_columns = result.columns
-        self.plan = stateful_plan(nodes) if self.is_stateful else ""
+        order = [name for node in nodes for name in self._leaf(node)]
+        self.plan = f"{stateful_plan(nodes)}\nof {', '.join(order)}" if self.is_stateful else ""
         self.is_deterministic = bool(plan.deterministic())
+        if self.is_stateful:
+            self._check_repeatable()
         self._prune(self.prepared(result), sample)
+
+    def _joins_streams(self, join: Any) -> bool:
+        """Whether both sides have events; refuses a join that would tell of a table each batch."""
+        left, right = (self._sources(child) for child in _items(join.children()))
+        streams = {stream.name for stream in self.streams}
+        if left & streams and right & streams:
+            return True
+        kind = str(join.joinType().toString())
+        kept = {"LeftOuter": [left], "LeftAnti": [left], "RightOuter": [right]}
+        for side in kept.get(kind, [left, right] if kind == "FullOuter" else []):
+            if side and not side & streams:
+                raise AppError(
+                    f"{self.definition.location}: {self.definition.name} would give the rows of a "
+                    "table that have no event anew with each batch: join the other way round"
+                )
+        return False
+
+    def _leaf(self, node: Any) -> list[str]:
+        """The input that a leaf of the plan reads; Spark keeps offsets in the order of leaves."""
+        if str(node.nodeName()) != "MapInArrow" or not node.output().size():
+            return []
+        name = self._leaves.get(_expression_id(node.output().apply(0)))
+        return [] if name is None else [name]
+
+    def _sources(self, plan: Any) -> set[str]:
+        """The inputs that a part of a plan reads."""
+        found = set()
+        for node in _nodes(plan):
+            for attribute in _items(node.output()):
+                name = self._leaves.get(_expression_id(attribute))
+                if name is not None:
+                    found.add(name)
+            if _is_copied_source(node) and not self._leaf(node):
+                found |= {stream.name for stream in self.streams}
+        return found
+
+    def _check_repeatable(self) -> None:
+        """State is rebuilt when a batch is repeated: so it must come out the same."""
+        where = f"{self.definition.location}: {self.definition.name} keeps state"
+        if self.tables:
+            raise AppError(
+                f"{where}, and reads table {self.tables[0].name}, which may have changed when a "
+                "batch is repeated: look the table up before (stream.lookup), or join after"
+            )
+        if not self.is_deterministic:
+            raise AppError(
+                f"{where}, and has something random in it: derive a stream with it first, and keep "
+                "state of that"
+            )
 
     def _sample(self, spark: SparkSession, name: str) -> DataFrame:
         # Never run: it is there to be looked at.
@@ -214,6 +296,14 @@ class Shape:
                 kept = ["_offset"]
             columns = self.columns[name]
             self.columns[name] = pa.schema([columns.field(c) for c in columns.names if c in kept])
+
+
+def _is_copied_source(node: Any) -> bool:
+    """Whether a node is one of our sources; of one used twice, Spark renames the columns."""
+    children = _items(node.children())
+    return str(node.nodeName()) == "MapInArrow" and [str(c.nodeName()) for c in children] == [
+        "Range"
+    ]
 
 
 def _is_stateful(node: Any) -> bool:
@@ -292,6 +382,12 @@ def output_spec(
             f"{definition.location}: {definition.name} has the key {missing[0]}, which is no "
             f"column of what it gives: {', '.join(data.names)}"
         )
+    wrong = [name for name in data.names if not name.isidentifier()]
+    if wrong:
+        raise AppError(
+            f"{definition.location}: {definition.name} gives the column {wrong[0]!r}, which no "
+            "record's field can be called: name it with alias()"
+        )
     if not data.fields:
         raise AppError(f"{definition.location}: {definition.name} gives no columns")
     name = "".join(part.title() for part in output.name.replace("-", "_").split("_"))
@@ -368,18 +464,18 @@ class FrameExecutor:
 
     def _staged(self) -> DataFrame:
         shape = self._shape
-        frames = {
-            stream.name: read_stream(
+        frames = {}
+        for stream in shape.streams:
+            frames[stream.name] = read_stream(
                 self._spark, self._url, self._options, stream.name, shape.columns[stream.name],
                 self._tasks,
-            )
-            for stream in shape.streams
-        }  # fmt: skip
+            )  # fmt: skip
         for table in shape.tables:
             columns = shape.columns[table.name]
             frames[table.name] = read_table(
                 self._spark, self._url, self._options, table.name, columns
             )
+        frames = {name: with_absent(frame, shape.offered[name]) for name, frame in frames.items()}
         result = shape.prepared(shape.applied(frames))
         return stage_frame(result, self._url, self._options, shape.output.name, self._source)
 

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pyspark.sql import SparkSession
-
 from penstock.app.app import App
 from penstock.app.plan import plan
 from penstock.app.query import QueryLimits
@@ -16,7 +14,7 @@ from penstock.app.runner import Runner, RunnerOptions, build
 from penstock.log import OptionValue, log_path
 from penstock.log.api import Log
 from penstock.spark.backend import SparkBackend
-from penstock.spark.session import open_session
+from penstock.spark.session import close_session, has_session, open_session
 
 
 @contextlib.contextmanager
@@ -42,8 +40,9 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
     chosen = plan(app).only(only)
     folder = checkpoints or default_checkpoints(log.url)
     folder.mkdir(parents=True, exist_ok=True)
-    is_ours = SparkSession.getActiveSession() is None
+    is_ours = not has_session()
     spark = open_session(master, app.name, settings, folder / "spark.log")
+    spark.conf.set("spark.sql.session.timeZone", "UTC")  # keys of windows are told in it
     try:
         tasks = spark.sparkContext.defaultParallelism
         rows = batch_rows or QueryLimits().batch_rows_max
@@ -59,10 +58,8 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
             runner.stop()
             reporter.stop()
     finally:
-        # A session that was there before stays. If Spark has died, there is nothing to stop.
-        with contextlib.suppress(Exception):
-            if is_ours:
-                spark.stop()
+        if is_ours:
+            close_session(spark)
 
 
 def default_checkpoints(url: str) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -49,11 +51,30 @@ def open_session(
     What Spark and its workers print goes to the file `noise`, or nowhere. Where the process
     has a session already, that one is given.
     """
-    running = SparkSession.getActiveSession()
-    if running is None:
-        running = _start(master, name, settings or {}, noise)
+    context = SparkContext._active_spark_context
+    running = SparkSession(context) if context else _start(master, name, settings or {}, noise)
     running.dataSource.register(PenstockSource)
     return running
+
+
+def has_session() -> bool:
+    """Whether this process has Spark running already."""
+    return SparkContext._active_spark_context is not None
+
+
+def close_session(spark: SparkSession) -> None:
+    """Stop a session, and Spark's process with it. If that has died, there is nothing to stop."""
+    gateway = SparkContext._gateway
+    with contextlib.suppress(Exception):
+        spark.stop()
+    if gateway is not None:
+        with contextlib.suppress(Exception):
+            gateway.shutdown()
+        with contextlib.suppress(Exception):
+            gateway.proc.stdin.close()
+            gateway.proc.wait(20)
+        SparkContext._gateway = None
+        SparkContext._jvm = None
 
 
 def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | None) -> SparkSession:
@@ -73,6 +94,9 @@ def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | No
     }
     for key, value in chosen.items():
         conf.set(key, value)
+    for noisy in ("py4j", "SQLQueryContextLogger", "pyspark"):
+        # What goes wrong reaches the user as an error of ours, once.
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     target = noise or Path(os.devnull)
     with target.open("ab") as out:
         try:

@@ -150,7 +150,12 @@ class StreamWriter(DataSourceStreamArrowWriter):
         holder = msgspec.msgpack.decode(first.holder, type=Holder)
         with _sink_log(self._options) as log:
             last = log.last_commit(self._producer)
-            if last is not None and last.sequence >= batchId:
+            if last is not None and last.sequence > batchId:
+                raise PlanChangedError(
+                    f"the producer {self._producer} has written batch {last.sequence}, and this is "
+                    f"{batchId}: the checkpoint is an old copy; bring the newer one back"
+                )
+            if last is not None and last.sequence == batchId:
                 return
             progress = {checkpoint_key(self._producer): first.query.encode()}
             log.commit(holder, batchId, Commit(pieces=_all_pieces(messages), progress=progress))

@@ -75,6 +75,8 @@ class PenstockSource(DataSource):
         return BatchReader(self._options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        if self._options.end != "latest":
+            raise UsageError("a stream that is followed has no end: leave the option end out")
         return StreamReader(self._options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:

@@ -21,6 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
 from pyspark.sql.streaming.query import StreamingQuery
 
+from penstock.app.claims import claim
 from penstock.app.definitions import Definition, Derivation
 from penstock.app.positions import Position, producer_name, progress_key, saved_position
 from penstock.app.query import Step, failed, told
@@ -29,6 +30,7 @@ from penstock.app.task import BatchOrder, Outcome, Range, Split
 from penstock.app.windows import Windows
 from penstock.errors import (
     CommitOutcomeUnknownError,
+    FencedError,
     PenstockError,
     PlanChangedError,
     SparkGoneError,
@@ -42,14 +44,14 @@ from penstock.spark.frames import (
     collect_staged,
     ordered,
     read_stream,
-    read_table,
     stage_frame,
+    with_absent,
 )
 
 MARKER = "penstock.json"
 WAIT_MS = 250
 COMMIT_TRIES = 5
-PIN_S = 600.0
+STOP_WAIT_S = 20.0
 NOTHING_TO_DO = "Waiting for data to arrive"
 
 
@@ -92,13 +94,14 @@ class StatefulQuery:
         self._query: StreamingQuery | None = None
         self._holder: Holder | None = None
         self._marker = Marker("", "")
+        self._order_of_sources: list[str] = []
+        self._late_of: dict[int, int] = {}
+        self._late_sent = 0
         self._error: BaseException | None = None
         self._is_busy = False
         self._is_quiet = False
         self._tell: Callable[[Step], None] = lambda step: None
-        self.position = saved_position(log, app, self.name) or Position(
-            producer="", sequence=0, next={}
-        )
+        self.position = Position(producer="", sequence=-1, next={})
 
     @property
     def producer(self) -> str:
@@ -109,8 +112,8 @@ class StatefulQuery:
     def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None:
         self._tell = tell
         self._error = None
-        self._marker = self._checked_marker()
         self._holder = self._log.hold(self.producer)
+        self.position = self._claimed()
         with spark_alive():
             self._follow(stop)
         if self._error is not None:
@@ -118,13 +121,19 @@ class StatefulQuery:
 
     def _follow(self, stop: threading.Event) -> None:
         """Start Spark's query and stay with it until it ends, or is told to."""
-        self._query = self._start()
+        try:
+            self._query = self._start()
+        except PySparkException as error:
+            raise self._known(error) from None
         try:
             while not stop.is_set():
                 if self._query.awaitTermination(0.1):  # type: ignore[arg-type]  # it takes fractions
                     break
         except PySparkException as error:
             raise self._known(error) from None
+            deadline = time.monotonic() + STOP_WAIT_S
+            while self._is_busy and time.monotonic() < deadline:
+                time.sleep(0.02)
         finally:
             self._stop(self._query)
 
@@ -138,18 +147,17 @@ class StatefulQuery:
             names = ",".join(shape.columns[stream.name].names)
             reader = reader.option("columns", names).option("wait_ms", WAIT_MS)
             reader = reader.option("batch_rows", self._batch_rows_max // len(shape.streams) or 1)
+            if self.position.sequence < 0 and stream.name in self.position.next:
+                start = msgspec.json.encode(self.position.next[stream.name]).decode()
+                reader = reader.option("start", start)
             frame = reader.load(stream.name)
             # A watermark nobody asks about would only cause batches without data.
             if stream.watermark_us is not None and stream.time in shape.columns[stream.name].names:
                 assert stream.time is not None  # noqa: S101  a watermark needs a time
                 frame = frame.withWatermark(stream.time, f"{stream.watermark_us} microseconds")
-            frames[stream.name] = frame
-        for table in shape.tables:
-            columns = shape.columns[table.name]
-            frames[table.name] = read_table(
-                self._spark, self._log.url, self._options, table.name, columns
-            )
+            frames[stream.name] = with_absent(frame, shape.offered[stream.name])
         result = shape.prepared(shape.applied(frames))
+        self._order_of_sources = sources_in_order(result)
         is_table = isinstance(shape.definition.outputs[0], AppTable)
         return (
             result.writeStream.foreachBatch(self._handle)
@@ -177,62 +185,80 @@ class StatefulQuery:
 
     def _handle_batch(self, frame: DataFrame, number: int) -> None:
         """Commit a micro-batch, unless it has been committed; then only rebuild the state."""
-        assert self._holder is not None  # noqa: S101  run holds before it starts
         began = time.monotonic()
-        offsets = read_offsets(self._folder, number, [s.name for s in self._shape.streams])
+        offsets = read_offsets(self._folder, number, self._order_of_sources)
         last = self._log.last_commit(self.producer)
+        order = self._order(number, offsets)
         if last is not None and last.sequence >= number:
-            order = self._order(number, offsets)
+            self._check_same(number, last.sequence, offsets)
             with ordered(self._spark, order):
                 frame.write.format("noop").mode("overwrite").save()
             return
-        order = self._order(number, offsets)
         staged = self._staged(frame, self._shape.output.name)
-        late = self._late(offsets, number)
+        late = self._late(number)
         if late is not None:
             staged = staged.union(late)
         with ordered(self._spark, order):
             outcomes = collect_staged(staged)
-        if order.pin is not None:
-            self._log.unpin(order.pin)
+        for outcome in outcomes:
+            if outcome.failure is not None:
+                raise failed(outcome.failure)
         position = Position(
-            producer=self.producer, sequence=number, next=offsets.ends,
+            producer=self.producer, sequence=number, next=offsets.ends, ids=self._stream_ids(),
             time_us=order.now_us, checkpoint=self._marker.id, plan=self._marker.plan,
         )  # fmt: skip
         committed = self._commit(order, outcomes, position)
         self.position = position
+        if late is not None:
+            pieces = [piece for outcome in outcomes for piece in outcome.pieces]
+            output = self._shape.output.name
+            self._late_sent += sum(piece.rows for piece in pieces if piece.stream != output)
         rows = sum(r.end - r.start for split in order.splits for r in split.ranges)
         self._tell(
             told(self._log, order, [*outcomes, Outcome(rows_in=rows)], committed,
                  time.monotonic() - began)
         )  # fmt: skip
 
+    def _check_same(self, number: int, latest: int, offsets: Offsets) -> None:
+        """A batch that was committed must be that very batch, or the checkpoint is an old copy."""
+        if number < latest or offsets.ends != self.position.next:
+            raise PlanChangedError(
+                f"{self._shape.definition.location}: {self.name}: the checkpoint {self._folder} is "
+                f"older than what the log holds (batch {number} of {latest}): bring the newer one "
+                f"back; `penstock reset` lets {self.name} start again"
+            )
+
+    def _stream_ids(self) -> dict[str, int]:
+        return {s.name: self._log.stream(s.name).id for s in self._shape.streams}
+
     def _order(self, number: int, offsets: Offsets) -> BatchOrder:
         ranges = []
         for name, ends in offsets.ends.items():
+            first = {p: o.first for p, o in self._log.offsets(name).items()}
             for partition, end in ends.items():
                 start = self.position.next.get(name, {}).get(partition, 0)
+                start = max(start, first.get(partition, 0))
                 if end > start:
                     ranges.append(Range(name, partition, start, end))
         assert self._holder is not None  # noqa: S101  run holds before it starts
         return BatchOrder(
             query=self.name, holder=self._holder, sequence=number,
             now_us=time.time_ns() // 1000, splits=(Split(number=0, ranges=tuple(ranges)),),
-            pin=self._log.pin(PIN_S) if self._shape.tables else None,
         )  # fmt: skip
 
     def _staged(self, frame: DataFrame, stream: str) -> DataFrame:
         source = f"{self._app}.{self.name}"
         return stage_frame(frame, self._log.url, self._options, stream, source)
 
-    def _late(self, offsets: Offsets, number: int) -> DataFrame | None:
+    def _late(self, number: int) -> DataFrame | None:
         """Events of this batch that came after their window was closed."""
         definition = self._shape.definition
         if not isinstance(definition, Derivation) or definition.late is None:
             return None
         assert definition.windows is not None  # noqa: S101  checked when it was declared
         # Spark drops by the watermark of the batch before.
-        before = read_offsets(self._folder, number - 1, list(offsets.ends)) if number else None
+        order = self._order_of_sources
+        before = read_offsets(self._folder, number - 1, order) if number else None
         if before is None or before.watermark_ms == 0:
             return None
         stream = self._shape.streams[0]
@@ -284,13 +310,16 @@ class StatefulQuery:
         return self._is_quiet and self.lag() == 0
 
     def late_rows(self) -> int:
-        """How many events of the last batch came too late."""
-        progress = None if self._query is None else self._query.lastProgress
-        return (
-            0
-            if progress is None
-            else sum(operator.numRowsDroppedByWatermark for operator in progress.stateOperators)
-        )
+        """Exact where they are sent to a stream; else what Spark says, which counts after it has
+        put together what it can, so rather too few."""
+        definition = self._shape.definition
+        if isinstance(definition, Derivation) and definition.late is not None:
+            return self._late_sent
+        if self._query is not None and self._query.isActive:
+            for progress in self._query.recentProgress:
+                dropped = sum(o.numRowsDroppedByWatermark for o in progress.stateOperators)
+                self._late_of[progress.batchId] = dropped
+        return sum(self._late_of.values())
 
     def close(self) -> None:
         if self._query is not None:
@@ -305,30 +334,58 @@ class StatefulQuery:
 
     # The checkpoint
 
-    def _checked_marker(self) -> Marker:
-        """The checkpoint's marker; refuses one that does not belong to what the log holds."""
+    def claim(self) -> None:
+        """Take the definition over; refuses a checkpoint that does not fit what the log holds."""
+
+        def decide(found: Mapping[str, Position | None]) -> dict[str, Position | None]:
+            saved = found[self.name]
+            self._marker = self._checked_marker(saved)
+            position = saved or Position(producer="", sequence=-1, next={})
+            return {
+                self.name: msgspec.structs.replace(
+                    position, producer=self.producer, checkpoint=self._marker.id,
+                    plan=self._marker.plan,
+                )
+            }  # fmt: skip
+
+        self.position = claim(self._log, self._app, [self.name], decide)[self.name]
+
+    def _claimed(self) -> Position:
+        """The position, if nobody else has claimed it since."""
         saved = saved_position(self._log, self._app, self.name)
+        if saved is None or saved.producer != self.producer:
+            raise FencedError(f"{self.name} was taken over by another runner, or reset")
+        return saved
+
+    def _checked_marker(self, saved: Position | None) -> Marker:
         found = read_marker(self._folder)
         where = f"{self._shape.definition.location}: {self.name}"
-        way_out = f"`penstock reset {self.name}` lets it start again"
+        way_out = f"`penstock reset` lets {self.name} start again"
         if saved is None and found is not None and any(self._folder.glob("commits/[0-9]*")):
             raise PlanChangedError(
                 f"{where}: the checkpoint {self._folder} has batches that this log does not know; "
                 f"use the log it was made with, or {way_out}"
             )
-        if saved is not None and not saved.checkpoint:
+        if saved is not None and not saved.checkpoint and saved.sequence >= 0:
             raise PlanChangedError(f"{where} had no state in Spark before, and has now: {way_out}")
-        if saved is not None and (found is None or found.id != saved.checkpoint):
-            raise PlanChangedError(
-                f"{where}: its checkpoint is not in {self._folder}: bring it back, or name its "
-                f"place with --checkpoints; {way_out}"
-            )
-        if saved is not None and saved.plan != self._shape.plan:
-            raise PlanChangedError(
-                f"{where}: what it keeps has changed, and its state does not fit any more.\n"
-                f"before:\n{saved.plan}\nnow:\n{self._shape.plan}\n{way_out}"
-            )
-        if found is not None and (saved is not None or found.plan == self._shape.plan):
+        has_run = saved is not None and saved.sequence >= 0 and bool(saved.checkpoint)
+        if has_run and saved is not None:
+            if found is None or found.id != saved.checkpoint:
+                raise PlanChangedError(
+                    f"{where}: its checkpoint is not in {self._folder}: bring it back, or name its "
+                    f"place with --checkpoints; {way_out}"
+                )
+            if saved.plan != self._shape.plan:
+                raise PlanChangedError(
+                    f"{where}: what it keeps has changed, and its state does not fit any more.\n"
+                    f"before:\n{saved.plan}\nnow:\n{self._shape.plan}\n{way_out}"
+                )
+            again = [n for n, i in self._stream_ids().items() if saved.ids.get(n, i) != i]
+            if again:
+                raise PlanChangedError(
+                    f"{where}: {again[0]} was emptied or made anew since, and what it keeps is of "
+                    f"the old one: {way_out}"
+                )
             return found
         if self._folder.exists():
             shutil.rmtree(self._folder)
@@ -341,6 +398,13 @@ def window_end(windows: Windows, time_column: str) -> Any:
     if windows.kind == "session":
         return at + F.lit(windows.size_us)
     return at - F.pmod(at, F.lit(windows.step_us)) + F.lit(windows.size_us)
+
+
+def sources_in_order(result: DataFrame) -> list[str]:
+    """The streams in the order in which Spark notes their offsets: that of its plan's leaves."""
+    leaves = result._jdf.queryExecution().analyzed().collectLeaves()
+    nodes = [leaves.apply(index) for index in range(leaves.size())]
+    return [str(node.extraOptions().get("path")) for node in nodes if node.isStreaming()]
 
 
 def read_marker(folder: Path) -> Marker | None:
@@ -366,4 +430,6 @@ def read_offsets(folder: Path, number: int, streams: list[str]) -> Offsets:
         msgspec.json.decode(line, type=dict[int, int]) if line != "-" else {} for line in sources
     ]
     watermark_ms = msgspec.json.decode(metadata)["batchWatermarkMs"]
+    if len(streams) > len(ends):  # a source that is used twice may be noted once
+        streams = list(dict.fromkeys(streams))
     return Offsets(dict(zip(streams, ends, strict=True)), watermark_ms)
