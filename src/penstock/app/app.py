@@ -9,17 +9,13 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, ParamSpec, TypeVar, overload
 
+from penstock.app import joining
 from penstock.app.checks import (
     check_place,
     checked,
-    class_name,
     declared,
     length,
-    looked_up,
-    no_changelog,
     one_of,
-    table_type,
-    why_not,
 )
 from penstock.app.definitions import (
     Agent,
@@ -27,12 +23,8 @@ from penstock.app.definitions import (
     Definition,
     Derivation,
     Feed,
-    Lookup,
     OnError,
     Place,
-    Rekey,
-    StreamJoin,
-    TableJoin,
 )
 from penstock.app.location import Location, caller, of_function
 from penstock.app.signature import read_signature
@@ -42,7 +34,7 @@ from penstock.app.windows import Duration, Windows
 from penstock.errors import AppError
 from penstock.log.names import check_name, parse_stream
 from penstock.log.objects import StreamSpec
-from penstock.records.schema import Field, Maybe, Record, Schema, record_type
+from penstock.records.schema import Record
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -97,7 +89,7 @@ class App:
         spec = declared(where, name, record, key=key, time=time, **settings)
         if watermark is not None and time is None:
             raise AppError(f"{where}: stream {name} has a watermark and no time: name its field")
-        return self._add_stream(
+        return self.add_stream(
             AppStream(
                 app=self, name=name, record=record, spec=spec, key=key, time=time,
                 watermark_us=length(where, watermark, "the watermark"), location=where,
@@ -133,7 +125,7 @@ class App:
             **settings,  # type: ignore[arg-type]
         )  # fmt: skip
         checked(where, spec)
-        return self._add_table(
+        return self.add_table(
             AppTable(
                 app=self, name=name, key_type=key, value=value, default=default, spec=spec,
                 location=where, windows=window, relative_to=relative_to, public=public,
@@ -150,8 +142,8 @@ class App:
         producer, an event's number is its id.
         """
         where = caller()
-        self._check_input(where, name or f"{to.name}_feed", to)
-        self._define(
+        self.check_input(where, name or f"{to.name}_feed", to)
+        self.define(
             Feed(name=name or f"{to.name}_feed", inputs=(), outputs=(to,), location=where,
                  source=source)
         )  # fmt: skip
@@ -205,7 +197,7 @@ class App:
                 settings={} if partitions is None else {"partitions": partitions},
             )  # fmt: skip
             self._derive(called, function, inputs, made, window, late, where)
-            self._add_stream(made)
+            self.add_stream(made)
             return made
 
         return decorate
@@ -240,7 +232,7 @@ class App:
                 location=where, public=public, key=keys[0] if len(keys) == 1 else keys,
             )  # fmt: skip
             self._derive(called, function, inputs, made, window, late, where)
-            self._add_table(made)
+            self.add_table(made)
             return made
 
         return decorate
@@ -259,7 +251,7 @@ class App:
         if not inputs:
             raise AppError(f"{where}: {name} is derived from nothing: name a stream or a table")
         for given in inputs:
-            self._check_input(where, name, given)
+            self.check_input(where, name, given)
         if window is not None and (not isinstance(inputs[0], AppStream) or inputs[0].time is None):
             raise AppError(
                 f"{where}: {name} has windows, and {inputs[0].name} no time: declare it with time="
@@ -267,7 +259,7 @@ class App:
         if late is not None and window is None:
             raise AppError(f"{where}: {name} names a stream for late events and no window")
         outputs = (output, late) if late is not None else (output,)
-        self._define(
+        self.define(
             Derivation(name=name, inputs=inputs, outputs=outputs, location=where,
                        function=function, windows=window, late=late)
         )  # fmt: skip
@@ -298,7 +290,7 @@ class App:
         def decorate(function: Function) -> Agent:
             where = of_function(function.__code__)
             called = name or function.__name__
-            self._check_input(where, called, stream)
+            self.check_input(where, called, stream)
             one_of(where, f"agent {called}: on_error", on_error, OnError)
             one_of(where, f"agent {called}: ack", ack, Literal["auto", "manual"])
             if inspect.iscoroutinefunction(function):
@@ -306,7 +298,7 @@ class App:
             views = (reads,) if isinstance(reads, AppTable) else tuple(reads)
             streams = (to,) if isinstance(to, AppStream) else tuple(to)
             for given in (*views, *streams, *([state] if state is not None else [])):
-                self._check_input(where, called, given)
+                self.check_input(where, called, given)
             if state is not None and stream.key is None:
                 raise AppError(
                     f"{where}: agent {called} has a state, and {stream.name} no key: declare the "
@@ -332,7 +324,7 @@ class App:
                 retries=retries, backoff_ms=(length(where, backoff, "the backoff") or 0) // 1000,
                 batch_rows=batch_rows, manual_ack=ack == "manual", dead=dead, timers=timers,
             )  # fmt: skip
-            self._define(made)
+            self.define(made)
             return made
 
         return decorate
@@ -343,7 +335,7 @@ class App:
         made: AppStream[object] = AppStream(
             app=self, name=name, record=DeadLetter, spec=spec, key=None, location=where
         )
-        return self._add_stream(made)
+        return self.add_stream(made)
 
     def _timers(self, agent: str, where: Location) -> AppTable[object]:
         """Where an agent's timers are kept; made in the log only for agents that set some."""
@@ -360,126 +352,32 @@ class App:
     # Joins, called by streams and tables
 
     def _group_by(self, stream: AppStream[T], field: str, name: str | None) -> AppStream[T]:
-        where = caller()
-        self._check_input(where, name or stream.name, stream)
-        no_changelog(where, stream.name, self.tables)
-        if stream.spec is None or stream.spec.record is None:
-            raise AppError(
-                f"{where}: {stream.name} has no record: derive a stream with key={field!r} instead"
-            )
-        return self._copied(stream, name or f"{stream.name}_by_{field}", field, None, where)
+        return joining.group_by(self, stream, field, name)
 
     def _through(self, stream: AppStream[T], name: str, partitions: int | None) -> AppStream[T]:
-        where = caller()
-        self._check_input(where, name, stream)
-        no_changelog(where, stream.name, self.tables)
-        return self._copied(stream, name, stream.key, partitions, where)
-
-    def _copied(
-        self, stream: AppStream[T], name: str, key: str | None, partitions: int | None,
-        where: Location,
-    ) -> AppStream[T]:  # fmt: skip
-        if stream.spec is None:
-            raise AppError(f"{where}: the columns of {stream.name} are not known: name its record")
-        count = partitions if partitions is not None else stream.spec.partitions
-        spec = StreamSpec(
-            name=name, record=stream.spec.record, content=stream.spec.content, key=key,
-            time=stream.time, partitions=count,
-        )  # fmt: skip
-        checked(where, spec)
-        made: AppStream[T] = AppStream(
-            app=self, name=name, record=stream.record, spec=spec, key=key, time=stream.time,
-            watermark_us=stream.watermark_us, location=where,
-        )  # fmt: skip
-        self._define(Rekey(name=name, inputs=(stream,), outputs=(made,), location=where))
-        return self._add_stream(made)
+        return joining.through(self, stream, name, partitions)
 
     def _lookup(
         self, stream: AppStream[object], table: AppTable[object], how: Literal["left", "inner"],
         name: str | None,
     ) -> AppStream[object]:  # fmt: skip
-        where = caller()
-        called = name or f"{stream.name}_with_{table.name}"
-        one_of(where, f"{called}: how", how, Literal["left", "inner"])
-        for given in (stream, table):
-            self._check_input(where, called, given)
-        if stream.key is None:
-            raise AppError(f"{where}: {stream.name} has no key to look up in {table.name}")
-        if table.windows is not None:
-            raise AppError(
-                f"{where}: {table.name} has windows and cannot be looked up by key alone"
-            )
-        schema = looked_up(where, called, stream, table)
-        spec = StreamSpec(
-            name=called, record=schema, content="record", key=stream.key, time=stream.time,
-            partitions=None if stream.spec is None else stream.spec.partitions,
-        )  # fmt: skip
-        checked(where, spec)
-        made: AppStream[object] = AppStream(
-            app=self, name=called, record=record_type(schema), spec=spec, key=stream.key,
-            time=stream.time, watermark_us=stream.watermark_us, location=where,
-        )  # fmt: skip
-        self._define(
-            Lookup(name=called, inputs=(stream,), outputs=(made,), location=where, reads=(table,),
-                   how=how)
-        )  # fmt: skip
-        return self._add_stream(made)
+        return joining.lookup(self, stream, table, how, name)
 
     def _join(
         self, left: AppStream[object], right: AppStream[object], on: str, within: Duration,
         how: How, name: str | None,
     ) -> AppStream[object]:  # fmt: skip
-        where = caller()
-        called = name or f"{left.name}_{right.name}"
-        one_of(where, f"{called}: how", how, How)
-        for given in (left, right):
-            self._check_input(where, called, given)
-            if given.time is None or given.watermark_us is None:
-                raise AppError(
-                    f"{where}: {called} joins {given.name}, which needs a time and a watermark: "
-                    "without them its state would grow for ever"
-                )
-        made: AppStream[object] = AppStream(
-            app=self, name=called, record=None, spec=None, key=on, location=where
-        )
-        within_us = length(where, within, "within") or 0
-        self._define(
-            StreamJoin(name=called, inputs=(left, right), outputs=(made,), location=where, on=on,
-                       within_us=within_us, how=how)
-        )  # fmt: skip
-        return self._add_stream(made)
+        return joining.join(self, left, right, on, within, how, name)
 
     def _join_tables(
         self, left: AppTable[object], right: AppTable[object], how: How, name: str | None
     ) -> AppTable[object]:
-        where = caller()
-        called = name or f"{left.name}_{right.name}"
-        one_of(where, f"{called}: how", how, How)
-        sides = []
-        for given in (left, right):
-            self._check_input(where, called, given)
-            if given.windows is not None or given.spec is None:
-                raise AppError(f"{where}: {called} joins {given.name}, which is {why_not(given)}")
-            sides.append(table_type(given))
-        schema = Schema(
-            class_name(called),
-            (Field(left.name, Maybe(sides[0])), Field(right.name, Maybe(sides[1]))),
-        )
-        spec = StreamSpec(name=called, record=schema, content="record", table=True)
-        checked(where, spec)
-        made: AppTable[object] = AppTable(
-            app=self, name=called, key_type=left.key_type, value=record_type(schema), default=None,
-            spec=spec, location=where,
-        )  # fmt: skip
-        self._define(
-            TableJoin(name=called, inputs=(left, right), outputs=(made,), location=where,
-                      reads=(left, right), how=how)
-        )  # fmt: skip
-        return self._add_table(made)
+        return joining.join_tables(self, left, right, how, name)
 
     # Bookkeeping
 
-    def _check_input(self, where: Location, name: str, given: object) -> None:
+    def check_input(self, where: Location, name: str, given: object) -> None:
+        """Raise unless `given` is a stream or table of this app."""
         if not isinstance(given, AppStream | AppTable):
             raise AppError(
                 f"{where}: {name} names {given!r}, which is neither a stream nor a table of an app"
@@ -491,12 +389,14 @@ class App:
                 "it on this app first"
             )
 
-    def _add_stream(self, stream: AppStream[T]) -> AppStream[T]:
+    def add_stream(self, stream: AppStream[T]) -> AppStream[T]:
+        """Note a stream under its name; `AppError` if the name is taken."""
         self._check_new(stream.name, stream.location)
         self.streams[stream.name] = stream
         return stream
 
-    def _add_table(self, table: AppTable[V]) -> AppTable[V]:
+    def add_table(self, table: AppTable[V]) -> AppTable[V]:
+        """Note a table under its name; `AppError` if the name is taken."""
         self._check_new(table.name, table.location)
         self.tables[table.name] = table
         return table
@@ -507,7 +407,8 @@ class App:
         if known is not None:
             raise AppError(f"{where}: there is a {name} already, declared at {known.location}")
 
-    def _define(self, definition: Definition) -> None:
+    def define(self, definition: Definition) -> None:
+        """Note a definition under its name; `AppError` if the name is taken."""
         known = self.definitions.get(definition.name)
         if known is not None:
             raise AppError(

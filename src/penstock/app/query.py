@@ -7,6 +7,7 @@ says. Nothing else has to be remembered.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -229,7 +230,9 @@ class Query:
             outcomes = self._executor.run(order)
             self._check(outcomes)
             position = self._moved(ranges, again, outcomes, order, streams)
-            committed = self._commit(order, outcomes, position)
+            committed = commit_batch(
+                self._log, self._app, self.definitions, outcomes, position, order
+            )
         finally:
             if order.pin is not None:
                 self._log.unpin(order.pin)
@@ -357,22 +360,6 @@ class Query:
                     )
         return made
 
-    def _commit(
-        self, order: BatchOrder, outcomes: Sequence[Outcome], position: Position
-    ) -> Committed:
-        """Commit the batch; where the outcome is unknown, ask again under the same name."""
-        packed = msgspec.json.encode(position)
-        progress = {progress_key(self._app, d.name): packed for d in self.definitions}
-        pieces = [piece for outcome in outcomes for piece in outcome.pieces]
-        commit = Commit(pieces=pieces, progress=progress)
-        for attempt in range(COMMIT_TRIES):
-            try:
-                return self._log.commit(order.holder, order.sequence, commit)
-            except CommitOutcomeUnknownError:
-                if attempt + 1 == COMMIT_TRIES:
-                    raise
-        raise AssertionError
-
     def _keep_timers(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             for key, due_us in outcome.timers:
@@ -386,6 +373,26 @@ class Query:
 
     def close(self) -> None:
         self._executor.close()
+
+
+def commit_batch(
+    log: Log,
+    app: str,
+    definitions: Sequence[Definition],
+    outcomes: Sequence[Outcome],
+    position: Position,
+    order: BatchOrder,
+) -> Committed:
+    """Make a batch visible with the position after it; where the outcome is unknown, ask again."""
+    packed = msgspec.json.encode(position)
+    commit = Commit(
+        pieces=[piece for outcome in outcomes for piece in outcome.pieces],
+        progress={progress_key(app, definition.name): packed for definition in definitions},
+    )
+    for _ in range(COMMIT_TRIES - 1):
+        with contextlib.suppress(CommitOutcomeUnknownError):
+            return log.commit(order.holder, order.sequence, commit)
+    return log.commit(order.holder, order.sequence, commit)
 
 
 def told(

@@ -23,20 +23,19 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from penstock.app.claims import claim
 from penstock.app.definitions import Definition, Derivation
-from penstock.app.positions import Position, producer_name, progress_key, saved_position
-from penstock.app.query import Step, failed, told
+from penstock.app.positions import Position, producer_name, saved_position
+from penstock.app.query import Step, commit_batch, failed, told
 from penstock.app.tables import AppTable
 from penstock.app.task import BatchOrder, Outcome, Range, Split
 from penstock.app.windows import Windows
 from penstock.errors import (
-    CommitOutcomeUnknownError,
     FencedError,
     PenstockError,
     PlanChangedError,
     SparkGoneError,
 )
 from penstock.log import OptionValue
-from penstock.log.api import Commit, Committed, Holder, Log
+from penstock.log.api import Holder, Log
 from penstock.spark.columns import stream_columns
 from penstock.spark.failures import spark_alive, user_failure
 from penstock.spark.frames import (
@@ -50,7 +49,6 @@ from penstock.spark.frames import (
 
 MARKER = "penstock.json"
 WAIT_MS = 250
-COMMIT_TRIES = 5
 STOP_WAIT_S = 20.0
 NOTHING_TO_DO = "Waiting for data to arrive"
 
@@ -207,7 +205,7 @@ class StatefulQuery:
             producer=self.producer, sequence=number, next=offsets.ends, ids=self._stream_ids(),
             time_us=order.now_us, checkpoint=self._marker.id, plan=self._marker.plan,
         )  # fmt: skip
-        committed = self._commit(order, outcomes, position)
+        committed = commit_batch(self._log, self._app, self.definitions, outcomes, position, order)
         self.position = position
         if late is not None:
             pieces = [piece for outcome in outcomes for piece in outcome.pieces]
@@ -269,21 +267,6 @@ class StatefulQuery:
         is_late = window_end(definition.windows, str(stream.time)) <= before.watermark_ms * 1000
         names = [field.name for field in spec.record.fields]
         return self._staged(frame.where(is_late).select(names), definition.late.name)
-
-    def _commit(self, order: BatchOrder, outcomes: list[Outcome], position: Position) -> Committed:
-        pieces = [piece for outcome in outcomes for piece in outcome.pieces]
-        progress: dict[str, bytes | None] = {
-            progress_key(self._app, self.name): msgspec.json.encode(position)
-        }
-        for attempt in range(COMMIT_TRIES):
-            try:
-                return self._log.commit(
-                    order.holder, order.sequence, Commit(pieces=pieces, progress=progress)
-                )
-            except CommitOutcomeUnknownError:
-                if attempt + 1 == COMMIT_TRIES:
-                    raise
-        raise AssertionError
 
     # How it is doing
 
