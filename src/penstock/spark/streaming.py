@@ -305,8 +305,9 @@ class StatefulQuery:
         return sum(self._late_of.values())
 
     def close(self) -> None:
-        if self._query is not None:
-            self._stop(self._query)
+        query, self._query = self._query, None
+        if query is not None:
+            self._stop(query)
 
     def _known(self, error: PySparkException) -> BaseException:
         """The error that the user can do something about, rather than Spark's wrapping of it."""
