@@ -2,7 +2,7 @@
 
 python -m bench                 all of it
 python -m bench --quick         small sizes, to see that it works; saves nothing
-python -m bench append read     some of it; saves nothing
+python -m bench append read     some of it; the others keep the figures they had
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ def main() -> int:
     unknown = set(given.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"there is no benchmark {', '.join(unknown)}")
-    results: list[Result] = []
+    results: dict[str, list[Result]] = {}
     for name, benchmark in BENCHMARKS.items():
         if given.names and name not in given.names:
             continue
         print(f"measuring {name} …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=".") as folder:
-            results += benchmark(Path(folder), given.quick)
-    table = as_table(results)
-    print(table)
-    if not given.quick and not given.names:
-        save(results, table)
+            results[name] = benchmark(Path(folder), given.quick)
+        if not given.quick:
+            save(results)
+    print(as_table([result for found in results.values() for result in found]))
     return 0
 
 
@@ -56,16 +55,26 @@ def as_table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def save(results: list[Result], table: str) -> None:
+class Saved(msgspec.Struct):
+    """What `docs/benchmarks.json` holds: the latest figures of each benchmark."""
+
+    environment: str
+    results: dict[str, list[Result]]
+
+
+def save(results: dict[str, list[Result]]) -> None:
     about = environment()
-    data = {"environment": about, "results": results}
-    text = msgspec.json.format(msgspec.json.encode(data), indent=1)
-    (DOCS / "benchmarks.json").write_bytes(text + b"\n")
+    file = DOCS / "benchmarks.json"
+    before = msgspec.json.decode(file.read_bytes(), type=Saved).results if file.exists() else {}
+    merged = {name: {**before, **results}[name] for name in BENCHMARKS if name in before | results}
+    text = msgspec.json.format(msgspec.json.encode(Saved(about, merged)), indent=1)
+    file.write_bytes(text + b"\n")
+    table = as_table([result for found in merged.values() for result in found])
     page = DOCS / "benchmarks.md"
-    before, rest = page.read_text("utf-8").split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
+    start, rest = page.read_text("utf-8").split(MARKS[0])
+    end = rest.split(MARKS[1])[1]
     body = f"{MARKS[0]}\n{table}\n\nOn {platform.machine()}, {about}.\n{MARKS[1]}"
-    page.write_text(before + body + after, "utf-8")
+    page.write_text(start + body + end, "utf-8")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from penstock import Entry
 from penstock.app.definitions import Agent
 from penstock.app.plan import plan
 from penstock.app.query import Query, QueryLimits, Step
-from penstock.app.runner import make_streams, work_of
+from penstock.app.runner import claimed_groups, make_streams, work_of
 from penstock.log.api import Log
 from penstock.log.compose import Composer
 from penstock.spark.backend import SparkBackend
@@ -287,6 +287,7 @@ def totals_query(spark: SparkSession, log: Log) -> Query:
     agent = app.definitions["add_up"]
     assert isinstance(agent, Agent)
     make_streams(log, plan(app))
+    claimed_groups(log, app.name, [agent])
     executor = SparkExecutor(spark, log.url, {}, [work_of(app.name, agent)])
     query = Query(log, app.name, [agent], executor, limits=QueryLimits(batch_rows_max=400_000))
     query.start()
