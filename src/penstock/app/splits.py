@@ -9,7 +9,7 @@ from penstock.app.task import Range, Split
 from penstock.log.objects import Stream
 from penstock.records.event import partition_of
 
-SPLIT_ROWS = 262_144
+SPLIT_ROWS = 1_048_576
 
 
 def free_splits(ranges: Sequence[Range]) -> list[Split]:

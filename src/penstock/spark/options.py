@@ -20,7 +20,7 @@ _NAMES = {
     "columns", "changes", "wait_ms", "producer", "path",
 }  # fmt: skip
 _OF_SPARK = ("checkpointlocation", "queryname")
-SPLIT_ROWS = 262_144
+SPLIT_ROWS = 1_048_576
 BATCH_ROWS = 4_194_304
 
 
