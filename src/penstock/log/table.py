@@ -51,7 +51,7 @@ def _packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
         texts = plain.column(DATA).to_pylist()
         values = [text.encode() if isinstance(text, str) else text for text in texts]
     else:
-        encode = msgspec.msgpack.Encoder(order="deterministic").encode
+        encode = msgspec.msgpack.Encoder().encode
         values = [encode(row) for row in plain.to_pylist(maps_as_pydicts="strict")]
     if DELETED in batch.schema.names:
         gone = batch.column(DELETED).to_pylist()

@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 import pyarrow as pa
@@ -134,8 +134,7 @@ class RecordCodec:
         self.record = record
         self.schema = schema_of(record)
         self.arrow = arrow_schema(self.schema)
-        # Equal values are equal bytes: sets in order.
-        self._pack = msgspec.msgpack.Encoder(order="deterministic")
+        self._pack = msgspec.msgpack.Encoder(order=_order(self.schema))
         self._one = msgspec.msgpack.Decoder(record)
         self._fields = msgspec.structs.fields(record)
         parameters = inspect.signature(record).parameters.values()
@@ -219,6 +218,13 @@ class RecordCodec:
         annotation = self._annotations[field.name]
         converted: list[object] = msgspec.convert(values, annotation, builtin_types=_BUILTIN)
         return converted
+
+
+def _order(schema: Schema) -> Literal["deterministic"] | None:
+    """How to pack records so that equal ones are equal bytes: sets in order, where that can be."""
+    kinds = list(_parts(schema))
+    sortable = all(kind.key == Scalar("str") for kind in kinds if isinstance(kind, DictOf))
+    return "deterministic" if sortable and any(isinstance(k, SetOf) for k in kinds) else None
 
 
 def _times(column: pa.Array) -> list[object]:

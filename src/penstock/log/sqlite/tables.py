@@ -28,9 +28,10 @@ class Tables:
         with self._pool.lend() as connection:
             connection.execute("BEGIN")
             commit = None if at is None else pinned_commit(connection, at)
-            found = [_entry(connection, stream.id, key, commit) for key in keys]
+            # In order of key, as they are stored: neighbours share pages.
+            found = {key: _entry(connection, stream.id, key, commit) for key in sorted(set(keys))}
             connection.execute("COMMIT")
-        return found
+        return [found[key] for key in keys]
 
     def page(
         self, stream: Stream, after: bytes | None, limit: int, at: Pin | None, limit_max: int

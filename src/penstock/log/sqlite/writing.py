@@ -373,21 +373,23 @@ def _save_entries(
         return
     write.dirty = True
     connection = write.connection
+    # In order of key, as they are stored: neighbours share pages.
+    entries = sorted(chunk.entries, key=lambda change: change.key)
     if pinned:
         connection.executemany(
-            sql("keep_entry"), ((number, stream.id, change.key) for change in chunk.entries)
+            sql("keep_entry"), ((number, stream.id, change.key) for change in entries)
         )
     connection.executemany(
         sql("save_entry"),
         (
             (stream.id, change.key, change.value, chunk.partition, first + change.row, number)
-            for change in chunk.entries
+            for change in entries
             if change.value is not None
         ),
     )
     connection.executemany(
         sql("delete_entry"),
-        ((stream.id, change.key) for change in chunk.entries if change.value is None),
+        ((stream.id, change.key) for change in entries if change.value is None),
     )
     failpoint("commit.table")
 
