@@ -128,7 +128,7 @@ def source(folder: Path, quick: bool) -> list[Result]:
     url = data.url
 
     def encode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        log = worker_log(url)
+        log = worker_log(url, {})
         composer = Composer("bench", log.limits)
         rows = 0
         for batch in batches:

@@ -157,7 +157,7 @@ def random_kills(log: Log, folder: Path, rounds: int, seed: int) -> None:
                     kills += 1
                     print(f"kill {kills}: {victim}")
                 if victim != "worker":
-                    runner.wait(60)
+                    assert runner.wait(60) is not None, "it must not outlive Spark"
                     break
     load.stopped.set()
     load.join(60)

@@ -398,7 +398,33 @@ def test_columns_that_are_named_but_not_needed(spark: SparkSession, tmp_path: Pa
         assert entries(run, sums)["ada"].total == 11
 
 
+def test_columns_that_only_a_subquery_looks_at(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    limits = shop.app.table("limits", value=int)
+
+    @shop.app.derive(shop.orders, limits, key="user")
+    def small(orders: DataFrame, limits: DataFrame) -> DataFrame:
+        highest = limits.select(F.max("value")).scalar()
+        return orders.where(F.col("amount") <= highest).select("user", "amount")
+
+    with pytest.raises(AppError, match="keeps state, and reads table limits"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
+def test_a_join_that_would_tell_of_a_table_each_batch(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    names = shop.app.table("names", value=Customer)
+
+    @shop.app.derive(shop.orders, names, key="name")
+    def everyone(orders: DataFrame, names: DataFrame) -> DataFrame:
+        return names.join(orders, names.name == orders.user, "left").select("name", "amount")
+
+    with pytest.raises(AppError, match="join the other way round"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
 def test_a_stream_joined_with_itself_keeps_state(spark: SparkSession, tmp_path: Path) -> None:
+    """Columns that only one side looks at are there on both."""
     shop = Shop()
 
     @shop.app.derive(shop.orders, key="user")
@@ -407,15 +433,18 @@ def test_a_stream_joined_with_itself_keeps_state(spark: SparkSession, tmp_path: 
         same = F.col("one.user") == F.col("other.user")
         later = F.col("one.amount") < F.col("other.amount")
         return one.join(other, same & later).select(
-            "one.user", F.col("one.amount").alias("first"), F.col("other.amount").alias("second")
+            "one.user",
+            F.col("one.amount").alias("first"),
+            F.col("other.amount").alias("second"),
+            F.col("other.item").alias("item"),
         )
 
     with AppTest(shop.app, tmp_path, spark) as run:
         run.send(shop.orders, Order("ada", "tea", 1, at(1)))
         run.until_idle()
-        run.send(shop.orders, Order("ada", "tea", 2, at(2)))
+        run.send(shop.orders, Order("ada", "jam", 2, at(2)))
         run.until_idle()
-        assert [(row.first, row.second) for row in rows(run, pairs)] == [(1, 2)]
+        assert [(row.first, row.second, row.item) for row in rows(run, pairs)] == [(1, 2, "jam")]
 
 
 @pytest.mark.parametrize("turned", [False, True])

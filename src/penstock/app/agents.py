@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import pyarrow as pa
@@ -39,6 +39,7 @@ from penstock.records.event import (
     partitions_of,
 )
 
+T = TypeVar("T")
 EXPIRY = b"x"
 TIMER = b"t"
 BACKOFF_MS_MAX = 10_000
@@ -137,20 +138,20 @@ class _Run:
         record = self._agent.signature.record
         for batch in inputs:
             keys = batch.keys()
-            kept: Sequence[int] = range(len(batch))
+            kept: Collection[int] = range(len(batch))
             if self._split.slots > 1:
                 homes = partitions_of(keys, self._split.slots, 0).to_pylist()
-                kept = [i for i, home in enumerate(homes) if home == self._split.slot]
+                kept = {i for i, home in enumerate(homes) if home == self._split.slot}
             key_list = keys.to_pylist()
             if self._state is not None and self._agent.state and not self._agent.state.windows:
                 self._state.load(_distinct(keys))
             if self._needs_events:
                 for index, event in enumerate(batch.events(record)):
-                    if len(kept) == len(batch) or index in kept:
+                    if index in kept:
                         yield _Row(batch, index, event.data, key_list[index], event.id, event)
                 continue
             values, ids = batch.values(record), batch.ids().to_pylist()
-            for index in kept:
+            for index in sorted(kept):
                 yield _Row(batch, index, values[index], key_list[index], ids[index], None)
 
     # Calling the function
@@ -225,32 +226,44 @@ class _Run:
         return WindowedEntry(windows, find, time_, self._now, table.key_of(key))
 
     def _attempt(self, rows: Sequence[_Row]) -> None:
-        """Call the function; on an error, undo what it did and try again, or do as `on_error`.
+        """Call the function for these events, and note which of them it did not acknowledge."""
+        context, error, tries = self._try(self._call, rows)
+        if error is not None:
+            self._give_up(rows, error, tries)
+        elif self._agent.manual_ack:
+            self._note_unacknowledged(rows, context)
+
+    def _call(self, rows: Sequence[_Row], tries: int) -> Context | None:
+        if tries > 1:
+            rows = [_again(row, self._agent) for row in rows]
+        arguments, context = self._arguments(rows)
+        self._take(self._agent.function(*arguments), rows[-1].id, context, rows[0].key)
+        return context
+
+    def _try(
+        self, call: Callable[[T, int], Context | None], given: T
+    ) -> tuple[Context | None, Exception | None, int]:
+        """Call until it succeeds or has failed too often; what a failed call did is undone.
 
         Only the event's own failure counts as one: what goes wrong with the log fails the batch.
         """
-        agent, state = self._agent, self._state if self._careful else None
+        state = self._state if self._careful else None
         tries = 0
         while True:
             tries += 1
             if state is not None:
                 state.begin()
             try:
-                arguments, context = self._arguments(rows)
-                self._take(agent.function(*arguments), rows[-1].id, context, rows[0].key)
-                break
+                return call(given, tries), None, tries
             except Exception as error:
                 if isinstance(error, PenstockError) and not isinstance(error, UsageError):
                     raise
                 if state is not None:
                     state.undo()
-                if tries > agent.retries:
-                    self._give_up(rows, error, tries)
-                    return
-                time.sleep(min(BACKOFF_MS_MAX, agent.backoff_ms * 2 ** (tries - 1)) / 1000)
-                rows = [_again(row, agent) for row in rows]
-        if agent.manual_ack:
-            self._note_unacknowledged(rows, context)
+                if tries > self._agent.retries:
+                    return None, error, tries
+                backoff_ms = self._agent.backoff_ms * 2 ** (tries - 1)
+                time.sleep(min(BACKOFF_MS_MAX, backoff_ms) / 1000)
 
     def _take(self, result: object, id_: str, context: Context | None, key: bytes | None) -> None:
         """What a call gave: all of it, or, if any of it is wrong, nothing."""
@@ -331,30 +344,22 @@ class _Run:
             data=None, id=f"{key!r}@{due_us}", type="timer", source=self._source,
             time=from_microseconds(due_us), key=key,
         )  # fmt: skip
-        tries = 0
-        while True:
-            tries += 1
-            context = Context(event, self._now, self._shown(key), due=True)
-            arguments: list[object] = []
-            if self._state is not None and self._agent.state is not None:
-                self._state.begin()
-                windowed = self._agent.state.windows is not None
-                entry = self._windowed(key, event.time) if windowed else self._state.entry(key)
-                arguments.append(entry)
-            try:
-                self._take(self._agent.on_timer[0](*arguments, context), event.id, context, key)
-                return
-            except Exception as error:
-                if isinstance(error, PenstockError) and not isinstance(error, UsageError):
-                    raise
-                if self._state is not None:
-                    self._state.undo()
-                if tries <= self._agent.retries:
-                    continue
-                if self._agent.on_error == "stop":
-                    raise self._failed_at(f"the timer of key {key!r}", error) from error
-                self.skipped += 1
-                return
+        _, error, _ = self._try(self._call_timer, event)
+        if error is not None and self._agent.on_error == "stop":
+            raise self._failed_at(f"the timer of key {key!r}", error) from error
+        self.skipped += error is not None
+
+    def _call_timer(self, event: Event[object], tries: int) -> Context:
+        del tries
+        key = cast(bytes, event.key)
+        context = Context(event, self._now, self._shown(key))
+        arguments: list[object] = []
+        if self._state is not None and self._agent.state is not None:
+            windowed = self._agent.state.windows is not None
+            entry = self._windowed(key, event.time) if windowed else self._state.entry(key)
+            arguments.append(entry)
+        self._take(self._agent.on_timer[0](*arguments, context), event.id, context, key)
+        return context
 
     def _timer_part(self) -> Part | None:
         if not self.timers or self._agent.timers is None:

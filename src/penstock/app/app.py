@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, ParamSpec, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 from penstock.app import joining
 from penstock.app.checks import (
@@ -39,7 +39,6 @@ from penstock.records.schema import Record
 T = TypeVar("T")
 V = TypeVar("V")
 R = TypeVar("R", bound=Record)
-P = ParamSpec("P")
 Function = Callable[..., object]
 
 RETRIES_MAX = 100

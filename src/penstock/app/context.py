@@ -34,13 +34,10 @@ class Context:
     depends on the event alone, so that a repeated call gives the same.
     """
 
-    def __init__(
-        self, event: Event[object], now: dt.datetime, key: Key | None = None, due: bool = False
-    ) -> None:
+    def __init__(self, event: Event[object], now: dt.datetime, key: Key | None = None) -> None:
         self.event = event
         self.now = now
         self.key = key
-        self.is_timer = due
         self.timer_us: object = UNSET
         self.acknowledged: set[tuple[int, int]] = set()
         self._uuids = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -132,6 +132,3 @@ class DeadLetter(Record):
     error: str
     traceback: str
     tries: int
-
-
-Options = Mapping[str, object]

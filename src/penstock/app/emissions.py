@@ -24,9 +24,8 @@ _PLAIN = EventOptions()
 class _Outbox:
     """Events on their way to one stream."""
 
-    def __init__(self, stream: Stream, record: type[Record] | None) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.record = record
         self.datas: list[object] = []
         self.ids: list[str] = []
         self.options: list[EventOptions] = []
@@ -45,7 +44,7 @@ class Emissions:
         self._composer = Composer(query, log.limits)
         self.rows = 0
         streams: list[AppStream[object]] = [p for p in agent.outputs if isinstance(p, AppStream)]
-        self._boxes = {s.name: _Outbox(log.stream(s.name), s.record) for s in streams}
+        self._boxes = {s.name: _Outbox(log.stream(s.name)) for s in streams}
         chosen = [s for s in streams if s is not agent.dead]
         self._by_class = {s.record: self._boxes[s.name] for s in chosen if s.record is not None}
         self._only = self._boxes[chosen[0].name] if len(chosen) == 1 else None

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import msgspec
 
@@ -42,7 +42,6 @@ COMMIT_TRIES = 5
 PIN_S = 3600.0
 IDLE_WAIT_S = 0.5
 Clock = Callable[[], int]
-Start = Literal["earliest", "latest"]
 
 
 class QueryLimits(msgspec.Struct, frozen=True, kw_only=True):

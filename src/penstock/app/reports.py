@@ -88,8 +88,8 @@ class Reporter:
         statuses = {status.name: status for status in self._runner.statuses()}
         events = [
             event
-            for name, steps in self._runner.steps()
-            for event in self._events(statuses[name.name], steps)
+            for query, steps in self._runner.steps()
+            for event in self._events(statuses[query.name], steps)
         ]
         beat = Beat(
             runner=self._id, host=socket.gethostname(), pid=os.getpid(),

@@ -386,7 +386,7 @@ def taken_over(found: Position | None, definition: Definition, producer: str) ->
     if found.checkpoint:
         raise PlanChangedError(
             f"{definition.location}: {definition.name} kept state in Spark before, and has none "
-            f"now: `penstock reset` lets {definition.name} start again"
+            f"now: `penstock reset APP {definition.name}` lets it start again"
         )
     return msgspec.structs.replace(found, producer=producer)
 
@@ -413,13 +413,12 @@ def _place(saved: Position | None) -> object:
 
 def make_streams(log: Log, plan: Plan) -> None:
     """Make the streams and tables that the plan declares, or bring them up to date."""
-    chosen = list(plan.definitions)
     wanted: dict[str, tuple[StreamSpec, object]] = {}
     places: list[Place] = [*plan.app.streams.values(), *plan.app.tables.values()]
     for place in places:
         if place.spec is not None:
             wanted[place.name] = (place.spec, place.location)
-    for definition in chosen:
+    for definition in plan.definitions:
         if isinstance(definition, Agent) and definition.timers and keeps_timers(definition):
             spec = definition.timers.spec
             assert spec is not None  # noqa: S101  made by the app itself

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.app.agents import EXPIRY
 from penstock.app.task import Range, Split
@@ -12,16 +12,22 @@ from penstock.records.event import partition_of
 SPLIT_ROWS = 1_048_576
 
 
+def cuts(start: int, end: int, rows: int) -> Iterator[tuple[int, int]]:
+    """The stretch from `start` to `end`, cut at multiples of `rows`, wherever it begins."""
+    while start < end:
+        stop = min(end, (start // rows + 1) * rows)
+        yield start, stop
+        start = stop
+
+
 def free_splits(ranges: Sequence[Range]) -> list[Split]:
-    """Cuts of ranges whose events need no order: a function of the offsets alone."""
-    cut: list[Range] = []
-    for range_ in ranges:
-        at = range_.start
-        while at < range_.end:
-            end = min(range_.end, (at // SPLIT_ROWS + 1) * SPLIT_ROWS)
-            cut.append(Range(range_.stream, range_.partition, at, end))
-            at = end
-    return [Split(number=n, ranges=(range_,)) for n, range_ in enumerate(cut)]
+    """Cuts of ranges whose events need no order."""
+    made = [
+        Range(range_.stream, range_.partition, *cut)
+        for range_ in ranges
+        for cut in cuts(range_.start, range_.end, SPLIT_ROWS)
+    ]
+    return [Split(number=n, ranges=(range_,)) for n, range_ in enumerate(made)]
 
 
 def keyed_splits(

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from penstock.app.entry import Entry
 from penstock.app.tables import AppTable, Values
-from penstock.log.api import Log, Part, Pin
+from penstock.log.api import Log, Part
 from penstock.log.collections import Collection
 from penstock.log.compose import Composer
 from penstock.log.objects import Stream
@@ -24,10 +24,9 @@ _IMMUTABLE = (int, float, str, bytes, bool, type(None))
 class State:
     """The entries that a task holds of a table. Each is loaded once, and saved if it changed."""
 
-    def __init__(self, log: Log, table: AppTable[object], at: Pin | None = None) -> None:
+    def __init__(self, log: Log, table: AppTable[object]) -> None:
         self._log = log
         self._table = table
-        self._at = at
         self._stream: Stream = log.stream(table.name)
         self.values = Values(table, self._stream)
         self._held: dict[bytes, Entry[Any]] = {}
@@ -39,7 +38,7 @@ class State:
         """Look up many keys at once."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._before]
         if missing:
-            found = self._log.get(self._table.name, missing, self._at)
+            found = self._log.get(self._table.name, missing)
             self._before.update(
                 (key, None if entry is None else entry.value)
                 for key, entry in zip(missing, found, strict=True)

@@ -201,11 +201,5 @@ def _is_ours(code: CodeType) -> bool:
 
 def _hops(inputs: Sequence[Batch]) -> Iterator[Hop]:
     """When the input was appended, and how many events then."""
-    for batch in inputs:
-        bounds = [run.offset for run in batch.runs[1:]]
-        starts = [batch.first_offset, *bounds]
-        ends = [*bounds, batch.next_offset]
-        for run, start, end in zip(batch.runs, starts, ends, strict=False):
-            rows = min(end, batch.next_offset) - max(start, batch.first_offset)
-            if rows > 0:
-                yield Hop(run.time_us, rows)
+    for part in _by_commit(iter(inputs)):
+        yield Hop(part.runs[0].time_us, len(part))

@@ -11,12 +11,12 @@ from pyspark.sql import SparkSession
 from penstock.app.definitions import Definition
 from penstock.app.query import Clock, Executor, Query, QueryLimits
 from penstock.app.runner import Runnable, changes_for, claimed_groups
-from penstock.app.task import BatchOrder, Outcome, Work
+from penstock.app.task import Work
 from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.executor import SparkExecutor
-from penstock.spark.failures import spark_alive, user_failure
+from penstock.spark.failures import user_failure
 from penstock.spark.frames import FrameExecutor, Shape
 from penstock.spark.streaming import StatefulQuery
 
@@ -63,9 +63,7 @@ class SparkBackend:
             stateful.claim()
             return stateful
         claimed_groups(log, app, [definition])
-        executor = _Explaining(
-            definition.name, FrameExecutor(self._spark, log.url, self._options, app, shape)
-        )
+        executor = FrameExecutor(self._spark, log.url, self._options, app, shape)
         return Query(log, app, [definition], executor, limits=self._limits, clock=self._clock)
 
     def _shape(self, log: Log, definition: Definition) -> Shape:
@@ -81,21 +79,3 @@ class SparkBackend:
             raise AppError(
                 f"{definition.location}: {definition.name}: {failure.error}\n\n{failure.traceback}"
             ) from error
-
-
-class _Explaining:
-    """Runs batches of DataFrames; what fails in them is told as the user's failure."""
-
-    def __init__(self, definition: str, executor: FrameExecutor) -> None:
-        self._definition = definition
-        self._executor = executor
-
-    def run(self, batch: BatchOrder) -> list[Outcome]:
-        try:
-            with spark_alive():
-                return self._executor.run(batch)
-        except PySparkException as error:
-            return [Outcome(failure=user_failure(self._definition, error))]
-
-    def close(self) -> None:
-        self._executor.close()

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
@@ -27,6 +28,7 @@ from penstock.log.objects import Stream, StreamSpec
 from penstock.log.table import unpacker
 from penstock.records.event import DELETED
 from penstock.spark.columns import exchanged, for_spark, record_of, spark_schema, stream_columns
+from penstock.spark.failures import spark_alive, user_failure
 from penstock.spark.sink import stage_batches
 from penstock.spark.source import entry_columns
 from penstock.spark.worker import worker_log
@@ -191,7 +193,6 @@ class Shape:
         for join in (node for node in nodes if str(node.nodeName()) == "Join"):
             self.is_stateful = self._joins_streams(join) or self.is_stateful
         self.output = output_spec(definition, result.schema, self._found)
-        self.result_columns = result.columns
         order = [name for node in nodes for name in self._leaf(node)]
         self.plan = f"{stateful_plan(nodes)}\nof {', '.join(order)}" if self.is_stateful else ""
         self.is_deterministic = bool(plan.deterministic())
@@ -286,24 +287,31 @@ class Shape:
     def _prune(self, result: DataFrame, sample: Mapping[str, DataFrame]) -> None:
         """Leave out columns that nobody asks for: making and moving them is most of the cost."""
         plan = result._jdf.queryExecution().optimizedPlan()
+        nodes = _nodes(plan)
         used = {_expression_id(a) for a in _items(plan.output())}
-        for node in _nodes(plan):
+        for node in nodes:
             used |= {_expression_id(a) for a in _items(node.references().toSeq())}
+        # Where an input is used twice, the columns of the copy are known by name alone.
+        copied = {
+            str(attribute.name())
+            for node in nodes
+            if _is_copied_source(node) and not self._leaf(node)
+            for attribute in _items(node.output())
+            if _expression_id(attribute) in used
+        }
         for name, frame in sample.items():
             output = _items(frame._jdf.queryExecution().analyzed().output())
-            kept = [str(a.name()) for a in output if _expression_id(a) in used]
-            if not kept:
-                kept = ["_offset"]
+            kept = {str(a.name()) for a in output if _expression_id(a) in used} | copied
+            if kept.isdisjoint(self.offered[name].names):
+                kept = {"_offset"}
             columns = self.columns[name]
             self.columns[name] = pa.schema([columns.field(c) for c in columns.names if c in kept])
 
 
 def _is_copied_source(node: Any) -> bool:
     """Whether a node is one of our sources; of one used twice, Spark renames the columns."""
-    children = _items(node.children())
-    return str(node.nodeName()) == "MapInArrow" and [str(c.nodeName()) for c in children] == [
-        "Range"
-    ]
+    below = [str(child.nodeName()) for child in _items(node.children())]
+    return str(node.nodeName()) == "MapInArrow" and below == ["Range"]
 
 
 def _is_stateful(node: Any) -> bool:
@@ -311,8 +319,9 @@ def _is_stateful(node: Any) -> bool:
 
 
 def _nodes(plan: Any) -> list[Any]:
+    """The nodes of a plan, those of its subqueries included."""
     found = [plan]
-    for child in _items(plan.children()):
+    for child in [*_items(plan.children()), *_items(plan.subqueries())]:
         found += _nodes(child)
     return found
 
@@ -456,9 +465,12 @@ class FrameExecutor:
         plan = self._plan if self._plan is not None else self._staged()
         if self._shape.is_deterministic:
             self._plan = plan
-        with ordered(self._spark, batch):
-            # A new DataFrame of the same plan: shuffles of the last batch are not taken for this.
-            outcomes = collect_staged(plan.select("outcome"))
+        try:
+            with spark_alive(), ordered(self._spark, batch):
+                # A new DataFrame of the same plan: no shuffle of the last batch is taken for this.
+                outcomes = collect_staged(plan.select("outcome"))
+        except PySparkException as error:
+            return [Outcome(failure=user_failure(self._shape.definition.name, error))]
         rows = sum(range_.end - range_.start for split in batch.splits for range_ in split.ranges)
         return [*outcomes, Outcome(rows_in=rows)]
 

@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 import msgspec
 
+from penstock.app.splits import SPLIT_ROWS
 from penstock.errors import UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log, Start
@@ -20,7 +21,6 @@ _NAMES = {
     "columns", "changes", "wait_ms", "producer", "path",
 }  # fmt: skip
 _OF_SPARK = ("checkpointlocation", "queryname")
-SPLIT_ROWS = 1_048_576
 BATCH_ROWS = 4_194_304
 
 

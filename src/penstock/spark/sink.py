@@ -16,12 +16,11 @@ from pyspark.sql.datasource import (
 )
 
 from penstock.errors import PlanChangedError, SequenceError, UsageError
-from penstock.log import open_log
 from penstock.log.api import Commit, Holder, Log, Piece
 from penstock.log.compose import Composer
 from penstock.records.event import DELETED
 from penstock.spark.options import SourceOptions
-from penstock.spark.worker import worker_log
+from penstock.spark.worker import quiet_log, worker_log
 
 #: columns of a stream that was read which mean nothing where it is written
 _OF_THE_READER = ("_partition", "_offset", "_id", "_type", "_source")
@@ -65,17 +64,13 @@ def writable(batch: pa.RecordBatch, has_key: bool) -> pa.RecordBatch:
     return batch if len(names) == batch.num_columns else batch.select(names)
 
 
-def _sink_log(options: SourceOptions) -> Log:
-    return open_log(options.log, create=False, **{"upkeep_interval_ms": 0, **options.for_log})
-
-
 class BatchWriter(DataSourceArrowWriter):
     """`df.write`: everything becomes visible at once, or nothing."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         name = options.producer or f"spark-{secrets.token_hex(8)}"
-        with _sink_log(options) as log:
+        with quiet_log(options.log, options.for_log) as log:
             log.stream(options.stream)
             self._holder = log.hold(name, ephemeral=options.producer is None)
             last = log.last_commit(name)
@@ -91,7 +86,7 @@ class BatchWriter(DataSourceArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         pieces = _all_pieces(messages)
-        with _sink_log(self._options) as log:
+        with quiet_log(self._options.log, self._options.for_log) as log:
             log.commit(self._holder, self._sequence, Commit(pieces=pieces))
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -121,7 +116,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         # one that it plans with. That moment decides who writes: an older run is fenced here.
         # The writer that commits is told by the tasks whose pieces they are.
         if self._holder is None:
-            with _sink_log(self._options) as log:
+            with quiet_log(self._options.log, self._options.for_log) as log:
                 log.stream(self._options.stream)
                 self._holder = log.hold(self._producer)
         return dict(self.__dict__)
@@ -148,7 +143,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         if first is None:
             return  # no task, so nothing to make visible
         holder = msgspec.msgpack.decode(first.holder, type=Holder)
-        with _sink_log(self._options) as log:
+        with quiet_log(self._options.log, self._options.for_log) as log:
             last = log.last_commit(self._producer)
             if last is not None and last.sequence > batchId:
                 raise PlanChangedError(

@@ -26,8 +26,8 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from penstock.app.splits import cuts
 from penstock.errors import OffsetGoneError, UsageError
-from penstock.log import open_log
 from penstock.log.api import Log, Offsets
 from penstock.log.objects import Stream
 from penstock.log.table import unpacker
@@ -38,7 +38,7 @@ from penstock.spark import options as source_options
 from penstock.spark.columns import exchanged, for_spark, spark_schema, stream_columns
 from penstock.spark.options import SourceOptions, offsets_of
 from penstock.spark.sink import BatchWriter, StreamWriter
-from penstock.spark.worker import worker_log
+from penstock.spark.worker import quiet_log, worker_log
 
 
 class RangePartition(InputPartition):
@@ -63,12 +63,12 @@ class PenstockSource(DataSource):
 
     def schema(self) -> StructType:
         options = self._options
-        with open_log(options.log, create=False, **options.for_log) as log:
+        with quiet_log(options.log, options.for_log) as log:
             columns = _offered(log.stream(options.stream), options)
         return spark_schema(columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        with open_log(self._options.log, create=False, **self._options.for_log) as log:
+        with quiet_log(self._options.log, self._options.for_log) as log:
             is_table = log.stream(self._options.stream).spec.table
         if is_table and not self._options.changes:
             return SnapshotReader(self._options, schema)
@@ -108,14 +108,11 @@ def splits(
     start: Mapping[int, int], end: Mapping[int, int], split_rows: int
 ) -> list[RangePartition]:
     """What tasks read between two sets of offsets: a function of the offsets alone."""
-    made = []
-    for partition in sorted(end):
-        at = start.get(partition, 0)
-        while at < end[partition]:
-            stop = min(end[partition], (at // split_rows + 1) * split_rows)
-            made.append(RangePartition(partition, at, stop))
-            at = stop
-    return made
+    return [
+        RangePartition(partition, at, stop)
+        for partition in sorted(end)
+        for at, stop in cuts(start.get(partition, 0), end[partition], split_rows)
+    ]
 
 
 class _RangeReader:
@@ -141,11 +138,6 @@ class _RangeReader:
                     raise
                 start = end if self._options.on_gone == "latest" else gone.earliest
 
-    def _open(self) -> Log:
-        return open_log(
-            self._options.log, create=False, **{"upkeep_interval_ms": 0, **self._options.for_log}
-        )
-
     def _checked_start(self, log: Log, start: Mapping[int, int]) -> dict[int, int]:
         """The start, where it is still there; else what `on_gone` says."""
         made = {}
@@ -170,7 +162,7 @@ class BatchReader(_RangeReader, DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
-        with self._open() as log:
+        with quiet_log(options.log, options.for_log) as log:
             start = offsets_of(log, options.stream, options.start, "start")
             end = offsets_of(log, options.stream, options.end, "end")
             known = {p: o.next for p, o in log.offsets(options.stream).items()}
@@ -249,7 +241,7 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
 
     def _held(self) -> Log:
         if self._log is None:
-            self._log = self._open()
+            self._log = quiet_log(self._options.log, self._options.for_log)
         return self._log
 
     def initialOffset(self) -> dict[str, int]:

@@ -223,7 +223,7 @@ class StatefulQuery:
             raise PlanChangedError(
                 f"{self._shape.definition.location}: {self.name}: the checkpoint {self._folder} is "
                 f"older than what the log holds (batch {number} of {latest}): bring the newer one "
-                f"back; `penstock reset` lets {self.name} start again"
+                f"back, or start again with `penstock reset APP {self.name}`"
             )
 
     def _stream_ids(self) -> dict[str, int]:
@@ -298,8 +298,11 @@ class StatefulQuery:
         definition = self._shape.definition
         if isinstance(definition, Derivation) and definition.late is not None:
             return self._late_sent
-        if self._query is not None and self._query.isActive:
-            for progress in self._query.recentProgress:
+        query = self._query
+        if query is not None:
+            with spark_alive():
+                told_of = query.recentProgress
+            for progress in told_of:
                 dropped = sum(o.numRowsDroppedByWatermark for o in progress.stateOperators)
                 self._late_of[progress.batchId] = dropped
         return sum(self._late_of.values())
@@ -344,7 +347,7 @@ class StatefulQuery:
     def _checked_marker(self, saved: Position | None) -> Marker:
         found = read_marker(self._folder)
         where = f"{self._shape.definition.location}: {self.name}"
-        way_out = f"`penstock reset` lets {self.name} start again"
+        way_out = f"`penstock reset APP {self.name}` lets it start again"
         if saved is None and found is not None and any(self._folder.glob("commits/[0-9]*")):
             raise PlanChangedError(
                 f"{where}: the checkpoint {self._folder} has batches that this log does not know; "

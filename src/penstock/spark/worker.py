@@ -11,13 +11,14 @@ from penstock.log.api import Log
 _open: dict[tuple[int, str, tuple[tuple[str, OptionValue], ...]], Log] = {}
 
 
-def worker_log(url: str, options: Mapping[str, OptionValue] | None = None) -> Log:
-    """The log at `url`, opened once in a process and left to the process to close.
+def quiet_log(url: str, options: Mapping[str, OptionValue]) -> Log:
+    """The log at `url`, for a moment or a task: upkeep is the runner's, or the producer's."""
+    return open_log(url, create=False, **{"upkeep_interval_ms": 0, **options})
 
-    Workers are many and short of memory, and upkeep is the runner's task: they do none.
-    """
-    settings = {"upkeep_interval_ms": 0, **(options or {})}
-    name = (os.getpid(), url, tuple(sorted(settings.items())))
+
+def worker_log(url: str, options: Mapping[str, OptionValue]) -> Log:
+    """The log at `url`, opened once in a process and left to the process to close."""
+    name = (os.getpid(), url, tuple(sorted(options.items())))
     if name not in _open:
-        _open[name] = open_log(url, create=False, **settings)
+        _open[name] = quiet_log(url, options)
     return _open[name]

@@ -1,0 +1,210 @@
+"""What becomes of events that an agent cannot handle, and of faults around it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import (
+    App,
+    AppStream,
+    Context,
+    Entry,
+)
+from penstock.errors import QueryFailedError
+from penstock.testing.apps import AppTest
+from tests.app.shop import Alert, Note, Order, Shop, some_orders
+
+
+def failing(on_error: str, retries: int = 0) -> tuple[App, AppStream[Order], AppStream[Alert]]:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    alerts = app.stream("alerts", Alert, key="user")
+    counts = app.table("counts", value=list[str])
+
+    @app.agent(orders, state=counts, to=alerts, on_error=on_error, retries=retries, backoff="1 ms")  # type: ignore[arg-type]
+    def handle(order: Order, count: Entry[list[str]]) -> Iterator[Alert]:
+        count.value.append(order.item)
+        yield Alert(order.user, order.item)
+        if order.item == "poison":
+            raise ValueError("cannot eat this")
+
+    return app, orders, alerts
+
+
+def test_stop_names_the_event_and_shows_the_users_traceback(tmp_path: Path) -> None:
+    app, orders, alerts = failing("stop")
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "tea"))
+        run.until_idle()
+        run.send(orders, Order("ada", "jam"), Order("ada", "poison"))
+        failure = str(run.until_failed())
+        assert (
+            "handle failed at orders, partition 0, offset 2: ValueError: cannot eat this" in failure
+        )
+        assert "test_errors.py" in failure
+        assert "penstock/app/agents.py" not in failure
+        assert run.statuses()["handle"].restarts == 2
+        assert len(run.events(alerts)) == 1, "nothing of a failed batch is visible"
+
+
+def test_skip_undoes_what_the_failed_call_did(tmp_path: Path) -> None:
+    app, orders, alerts = failing("skip")
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "tea"), Order("ada", "poison"), Order("ada", "jam"))
+        run.until_idle()
+        assert [a.item for a in run.events(alerts)] == ["tea", "jam"]
+        assert run.table(app.tables["counts"]) == {"ada": ["tea", "jam"]}
+        assert run.statuses()["handle"].rows_skipped == 1
+
+
+def test_dead_letters_tell_everything(tmp_path: Path) -> None:
+    app, orders, alerts = failing("dead-letter", retries=2)
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "poison", 5), Order("bob", "tea"))
+        run.until_idle()
+        assert [a.user for a in run.events(alerts)] == ["bob"]
+        letters: list[Any] = run.events(app.streams["handle_dead"])
+        (letter,) = letters
+        assert (letter.agent, letter.stream, letter.offset, letter.key) == (
+            "handle", "orders", 0, "ada",
+        )  # fmt: skip
+        assert letter.tries == 3
+        assert letter.error == "ValueError: cannot eat this"
+        assert letter.data == '{"user":"ada","item":"poison","amount":5}'
+        assert "test_errors.py" in letter.traceback
+
+
+def test_a_retry_starts_from_the_value_before(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    counts = app.table("counts", value=int, default=0)
+    tries: list[int] = []
+
+    @app.agent(orders, state=counts, retries=3, backoff="1 ms")
+    def flaky(order: Order, count: Entry[int]) -> None:
+        count.value += 1
+        tries.append(count.value)
+        if len(tries) < 3:
+            raise OSError("not yet")
+
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "tea"))
+        run.until_idle()
+        assert tries == [1, 1, 1]
+        assert run.table(counts) == {"ada": 1}
+
+
+def test_a_wrong_value_is_named(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    counts = app.table("counts", value=int, default=0)
+
+    @app.agent(orders, state=counts)
+    def wrong(order: Order, count: Entry[int]) -> None:
+        count.value = "many"  # type: ignore[assignment]
+
+    with AppTest(app, tmp_path, tries_max=1) as run:
+        run.send(orders, Order("ada", "tea"))
+        assert "what it left in table counts is not what the table holds" in str(run.until_failed())
+
+
+def test_a_failed_try_leaves_no_trace(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    notes = app.stream("notes", Note)
+    marks: list[str] = []
+
+    @app.agent(orders, to=notes, retries=1, backoff="1 ms", on_error="skip")
+    def flaky(order: Order, context: Context) -> None:
+        marks.append(str(context.uuid()))
+        order.item += "!"
+        assert order.item == "tea!"
+        if len(marks) == 1:
+            context.set_timer(after="1 hour")
+            raise OSError("not yet")
+
+    @flaky.timer
+    def remind(context: Context) -> Note:
+        return Note("never")
+
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "tea"))
+        run.until_idle()
+        assert len(marks) == 2
+        assert len(set(marks)) == 1
+        run.advance("2 hours")
+        run.until_idle()
+        assert run.events(notes) == []
+
+
+@pytest.mark.parametrize("what", ["empty key", "wrong type", "wrong state", "naive timer"])
+def test_on_error_covers_what_a_call_gives(tmp_path: Path, what: str) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    alerts = app.stream("alerts", Alert, key="user")
+    counts = app.table("counts", value=int, default=0)
+
+    @app.agent(orders, state=counts, to=alerts, on_error="dead-letter")
+    def handle(order: Order, count: Entry[int], context: Context) -> Iterator[Alert]:
+        count.value += 1
+        if order.item == "poison":
+            match what:
+                case "empty key":
+                    yield Alert("", "x")
+                case "wrong type":
+                    yield Alert("ada", 7)  # type: ignore[arg-type]
+                case "wrong state":
+                    count.value = "many"  # type: ignore[assignment]
+                case "naive timer":
+                    context.set_timer(dt.datetime(2026, 1, 1))
+        yield Alert(order.user, order.item)
+
+    @handle.timer
+    def remind(count: Entry[int], context: Context) -> None: ...
+
+    with AppTest(app, tmp_path, tries_max=1) as run:
+        run.send(orders, Order("ada", "tea"), Order("ada", "poison"), Order("ada", "jam"))
+        run.until_idle()
+        assert [alert.item for alert in run.events(alerts)] == ["tea", "jam"]
+        assert run.table(counts) == {"ada": 2}
+        assert len(run.events(app.streams["handle_dead"])) == 1
+
+
+@pytest.mark.row("X7")
+@pytest.mark.parametrize(
+    "name", ["stage.begun", "stage.committed", "commit.index", "commit.table", "commit.committed",
+             "publish.pieces"]
+)  # fmt: skip
+def test_a_fault_changes_nothing_in_the_end(tmp_path: Path, name: str) -> None:
+    shop = Shop()
+    with AppTest(shop.app, tmp_path, tries_max=5) as run:
+        run.send(shop.orders, *some_orders(50))
+        with run.fault(name, at=2):
+            run.send(shop.orders, *some_orders(100))
+            run.until_idle()
+        assert len(run.events(shop.alerts)) == 35
+        assert run.table(shop.seen) == {f"u{u}": {f"i{i}" for i in range(5)} for u in range(7)}
+
+
+def test_a_second_runner_takes_over(tmp_path: Path) -> None:
+    shop = Shop()
+    with AppTest(shop.app, tmp_path) as run:
+        run.send(shop.orders, Order("ada", "tea"))
+        run.until_idle()
+        old = run.runner
+        run._start()
+        run.send(shop.orders, Order("ada", "jam"))
+        run.until_idle()
+        with pytest.raises(QueryFailedError, match="was opened again"):
+            failure = None
+            while failure is None:
+                failure = old.failure()
+                old._stop.wait(0.01)
+            raise failure
+        old.stop()
+        assert [a.item for a in run.events(shop.alerts)] == ["tea", "jam"]
