@@ -70,7 +70,7 @@ def send(folder: Path, count: int) -> None:
 
 
 @pytest.mark.row("F10", engine="embedded")
-@pytest.mark.row("F14")
+@pytest.mark.row("F14", engine="embedded")
 @pytest.mark.row("H7", engine="embedded")
 @pytest.mark.timeout(600)
 def test_run_until_idle_then_look(shop: Path) -> None:

@@ -166,7 +166,7 @@ def random_kills(log: Log, folder: Path, rounds: int, seed: int) -> None:
 
 
 @pytest.mark.row("F1", engine="embedded")
-@pytest.mark.row("F12")
+@pytest.mark.row("F12", engine="embedded")
 @pytest.mark.timeout(900)
 def test_random_kills(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     random_kills(log, tmp_path, 5, seed_of(request))

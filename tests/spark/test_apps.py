@@ -100,7 +100,7 @@ def test_an_app_from_stream_to_stream(spark: SparkSession, tmp_path: Path) -> No
         assert last == expected
 
 
-@pytest.mark.row("F7")
+@pytest.mark.row("F7", engine="embedded")
 def test_lookup(spark: SparkSession, tmp_path: Path) -> None:
     shop = Shop()
     customers = shop.app.table("customers", value=Customer)
@@ -116,7 +116,7 @@ def test_lookup(spark: SparkSession, tmp_path: Path) -> None:
         assert [row.user for row in rows(run, known)] == ["ada"]
 
 
-@pytest.mark.row("F7")
+@pytest.mark.row("F7", engine="embedded")
 def test_a_table_as_a_data_frame_beside_a_stream(spark: SparkSession, tmp_path: Path) -> None:
     shop = Shop()
     customers = shop.app.table("customers", value=Customer)
@@ -136,7 +136,7 @@ def test_a_table_as_a_data_frame_beside_a_stream(spark: SparkSession, tmp_path: 
         assert [(r.city, r.amount) for r in rows(run, cities)] == [("Paris", 7), ("Rome", 8)]
 
 
-@pytest.mark.row("F6")
+@pytest.mark.row("F6", engine="embedded")
 @pytest.mark.parametrize("how", ["inner", "left", "right", "outer"])
 def test_a_join_of_tables_follows_both_sides(tmp_path: Path, how: str) -> None:
     app = App("crm")
@@ -174,7 +174,7 @@ def test_a_join_of_tables_follows_both_sides(tmp_path: Path, how: str) -> None:
         expect({"ada": ada, "bob": bob}, {"ada": 6})
 
 
-@pytest.mark.row("F5")
+@pytest.mark.row("F5", engine="embedded")
 @pytest.mark.parametrize("how", ["inner", "left", "outer"])
 def test_a_join_of_streams(spark: SparkSession, tmp_path: Path, how: str) -> None:
     shop = Shop()

@@ -18,7 +18,7 @@ def promised(path: Path) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
 
 
-@pytest.mark.row("F12")
+@pytest.mark.row("F12", engine="embedded")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_prints_what_it_promises(
     name: str, spark: SparkSession, capsys: pytest.CaptureFixture[str]

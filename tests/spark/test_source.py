@@ -100,7 +100,7 @@ def place(spark: SparkSession, tmp_path: Path) -> Iterator[Place]:
         yield Place(spark, log, tmp_path)
 
 
-@pytest.mark.row("X2")
+@pytest.mark.row("X2", engine="embedded")
 def test_a_stream_as_a_data_frame(place: Place) -> None:
     frame = place.read("orders")
     rows = frame.orderBy("amount").collect()
@@ -153,7 +153,7 @@ def test_an_unknown_stream(place: Place) -> None:
         place.read("nothing").count()
 
 
-@pytest.mark.row("X2")
+@pytest.mark.row("X2", engine="embedded")
 def test_a_batch_write_is_one_commit(place: Place) -> None:
     place.read("orders").where("amount < 50").write.format("penstock").option(
         "log", place.log.url
@@ -185,7 +185,7 @@ def test_columns_that_do_not_fit_are_refused(place: Place) -> None:
         ).mode("overwrite").save()
 
 
-@pytest.mark.row("X2")
+@pytest.mark.row("X2", engine="embedded")
 def test_a_streaming_copy_in_several_batches(place: Place) -> None:
     query = place.copy(place.follow("orders", batch_rows=30), "copies", "copier")
     assert place.amounts("copies") == list(range(100))
@@ -205,7 +205,7 @@ def test_a_streaming_copy_goes_on_where_it_was(place: Place) -> None:
     assert place.amounts("copies") == list(range(120))
 
 
-@pytest.mark.row("X2")
+@pytest.mark.row("X2", engine="embedded")
 def test_a_batch_that_spark_runs_again_changes_nothing(place: Place) -> None:
     """As after a crash between our commit and Spark's own note of it."""
     place.copy(place.follow("orders", batch_rows=40), "copies", "copier")

@@ -16,30 +16,41 @@ from penstock.errors import UsageError
 from penstock.log.api import Entry, Log, Pin
 from penstock.log.collections import Collections
 from penstock.log.objects import Stream
-from penstock.records.arrow import codec_of, codec_of_schema
+from penstock.records.arrow import codec_of, codec_of_schema, python_values
 from penstock.records.event import DATA, DELETED, ENTRY, Key, data_columns, key_bytes, keys_of
 from penstock.records.schema import Record
 
 T = TypeVar("T")
 
 
-class Change(NamedTuple):
-    """The last change of a key in a batch; a value of `None` deletes the entry."""
+class Changes(NamedTuple):
+    """What a batch does to a table, in order of key: the last value of each, and its row.
 
-    key: bytes
-    value: bytes | None
-    row: int
+    A value of `None` deletes the entry.
+    """
+
+    keys: list[bytes]
+    values: list[bytes | None]
+    rows: list[int]
+
+    def parted(self) -> tuple[list[bytes], Changes]:
+        """The keys whose entries go, and the changes of the others."""
+        gone = [key for key, value in zip(self.keys, self.values, strict=True) if value is None]
+        kept = [index for index, value in enumerate(self.values) if value is not None]
+        keys = [self.keys[index] for index in kept]
+        values = [self.values[index] for index in kept]
+        return gone, Changes(keys, values, [self.rows[index] for index in kept])
 
 
-def entry_changes(stream: Stream, batch: pa.RecordBatch) -> list[Change]:
+NO_CHANGES = Changes([], [], [])
+
+
+def entry_changes(stream: Stream, batch: pa.RecordBatch) -> Changes:
     """What a batch of a changelog does to its table: one change per key, the last one."""
-    last = {key: row for row, key in enumerate(keys_of(batch).to_pylist())}
-    rows = sorted(last.values())
-    if len(rows) < batch.num_rows:
-        batch = batch.take(pa.array(rows, pa.int64()))
-    values = _packed(stream, batch)
-    keys = keys_of(batch).to_pylist()
-    return [Change(*item) for item in zip(keys, values, rows, strict=True)]
+    last = dict(zip(keys_of(batch).to_pylist(), range(batch.num_rows), strict=True))
+    keys = sorted(last)
+    rows = [last[key] for key in keys]
+    return Changes(keys, _packed(stream, batch.take(pa.array(rows, pa.int64()))), rows)
 
 
 def _packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
@@ -52,7 +63,9 @@ def _packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
         values = [text.encode() if isinstance(text, str) else text for text in texts]
     else:
         encode = msgspec.msgpack.Encoder().encode
-        values = [encode(row) for row in plain.to_pylist(maps_as_pydicts="strict")]
+        names = plain.schema.names
+        columns = [python_values(column) for column in plain.columns]
+        values = [encode(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
     if DELETED in batch.schema.names:
         gone = batch.column(DELETED).to_pylist()
         values = [None if deleted else value for deleted, value in zip(gone, values, strict=True)]

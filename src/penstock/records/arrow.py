@@ -210,9 +210,7 @@ class RecordCodec:
         if index < 0:
             return [None] * batch.num_rows
         column = batch.column(index)
-        if column.type == UTC_MICROSECONDS:
-            return _times(column)
-        values: list[object] = column.to_pylist(maps_as_pydicts="strict")
+        values = python_values(column)
         if _is_plain(field.type):
             return values
         annotation = self._annotations[field.name]
@@ -227,12 +225,22 @@ def _order(schema: Schema) -> Literal["deterministic"] | None:
     return "deterministic" if sortable and any(isinstance(k, SetOf) for k in kinds) else None
 
 
-def _times(column: pa.Array) -> list[object]:
-    """Times as Python has them; by hand, since pyarrow looks a time zone up for each."""
-    return [
-        None if at is None else _EPOCH + dt.timedelta(microseconds=at)
-        for at in column.cast(pa.int64()).to_pylist()
-    ]
+def python_values(column: pa.Array) -> list[object]:
+    """A column's values as Python has them: those of `to_pylist`, sooner.
+
+    Times are made by hand, since pyarrow looks a time zone up for each.
+    """
+    if column.type == UTC_MICROSECONDS:
+        return [
+            None if at is None else _EPOCH + dt.timedelta(microseconds=at)
+            for at in column.cast(pa.int64()).to_pylist()
+        ]
+    if pa.types.is_struct(column.type) and not column.null_count:
+        names = [field.name for field in column.type]
+        inner = [python_values(field) for field in column.flatten()]
+        return [dict(zip(names, row, strict=True)) for row in zip(*inner, strict=True)]
+    values: list[object] = column.to_pylist(maps_as_pydicts="strict")
+    return values
 
 
 @functools.cache

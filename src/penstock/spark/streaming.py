@@ -127,11 +127,11 @@ class StatefulQuery:
             while not stop.is_set():
                 if self._query.awaitTermination(0.1):  # type: ignore[arg-type]  # it takes fractions
                     break
-        except PySparkException as error:
-            raise self._known(error) from None
             deadline = time.monotonic() + STOP_WAIT_S
             while self._is_busy and time.monotonic() < deadline:
                 time.sleep(0.02)
+        except PySparkException as error:
+            raise self._known(error) from None
         finally:
             self._stop(self._query)
 

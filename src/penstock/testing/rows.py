@@ -68,5 +68,11 @@ def report() -> list[str]:
     return lines
 
 
+def main() -> int:
+    lines = report()
+    sys.stdout.write("\n".join(lines) + "\n")
+    return int(any(" failed" in line or " is marked " in line for line in lines))
+
+
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(report()) + "\n")
+    sys.exit(main())

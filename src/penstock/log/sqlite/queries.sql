@@ -196,8 +196,9 @@ INSERT OR IGNORE INTO old_entries
 SELECT stream_id, key, commit_number, ?, value, partition, "offset" FROM entries
 WHERE stream_id = ? AND key = ?;
 
--- name: entry
-SELECT value, partition, "offset", commit_number FROM entries WHERE stream_id = ? AND key = ?;
+-- name: entries_of
+SELECT e.key, e.commit_number, e.value, e.partition, e."offset"
+FROM carray(?) AS wanted CROSS JOIN entries AS e ON e.stream_id = ? AND e.key = wanted.value;
 
 -- name: old_entry
 SELECT value, partition, "offset" FROM old_entries

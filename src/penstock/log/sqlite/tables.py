@@ -28,10 +28,9 @@ class Tables:
         with self._pool.lend() as connection:
             connection.execute("BEGIN")
             commit = None if at is None else pinned_commit(connection, at)
-            # In order of key, as they are stored: neighbours share pages.
-            found = {key: _entry(connection, stream.id, key, commit) for key in sorted(set(keys))}
+            found = _entries(connection, stream.id, keys, commit)
             connection.execute("COMMIT")
-        return [found[key] for key in keys]
+        return [found.get(key) for key in keys]
 
     def page(
         self, stream: Stream, after: bytes | None, limit: int, at: Pin | None, limit_max: int
@@ -65,17 +64,24 @@ def pinned_commit(connection: apsw.Connection, pin: Pin) -> int:
     return int(row[0])
 
 
-def _entry(
-    connection: apsw.Connection, stream_id: int, key: bytes, commit: int | None
-) -> Entry | None:
-    row = one(connection, "entry", stream_id, key)
-    if row is not None and (commit is None or row[3] <= commit):
-        return Entry(key, *row[:3])
+def _entries(
+    connection: apsw.Connection, stream_id: int, keys: Sequence[bytes], commit: int | None
+) -> dict[bytes, Entry]:
+    # In order of key, as they are stored: neighbours share pages.
+    wanted = tuple(sorted(set(keys)))
+    if not wanted:
+        return {}
+    rows = many(connection, "entries_of", apsw.carray(wanted), stream_id)
     if commit is None:
-        return None
-    values = {"stream": stream_id, "key": key, "commit": commit}
-    old = one(connection, "old_entry", values)
-    return None if old is None else Entry(key, *old)
+        return {key: Entry(key, *rest) for key, _, *rest in rows}
+    found = {key: Entry(key, *rest) for key, since, *rest in rows if since <= commit}
+    for key in wanted:
+        if key not in found:
+            values = {"stream": stream_id, "key": key, "commit": commit}
+            old = one(connection, "old_entry", values)
+            if old is not None:
+                found[key] = Entry(key, *old)
+    return found
 
 
 def _page(

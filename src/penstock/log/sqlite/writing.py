@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import apsw
 import msgspec
@@ -39,8 +40,7 @@ from penstock.log.partitioning import chunks, split_part
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import one, read_blob, sql
 from penstock.log.sqlite.ids import take_new
-from penstock.log.table import Change as EntryChange
-from penstock.log.table import entry_changes
+from penstock.log.table import NO_CHANGES, Changes, entry_changes
 from penstock.records.arrow import arrow_schema
 from penstock.records.event import from_microseconds, ids_of, numbered
 
@@ -60,7 +60,7 @@ class Chunk(msgspec.Struct, frozen=True):
     checksum: int
     blob: bytes | None
     blob_id: int | None
-    entries: Sequence[EntryChange]
+    entries: Changes
     batch: pa.RecordBatch | None
     """Kept only where ids must be compared."""
 
@@ -105,7 +105,7 @@ def _chunk(
     keep: bool, staged: bool = False,
 ) -> Chunk:  # fmt: skip
     blob = encode_blob(batch, options.compression)
-    entries = entry_changes(stream, batch) if stream.spec.table and not staged else ()
+    entries = entry_changes(stream, batch) if stream.spec.table and not staged else NO_CHANGES
     return Chunk(
         partition, batch.num_rows, len(blob), checksum(blob), blob, None, entries,
         batch if keep else None,
@@ -135,10 +135,10 @@ def prepare_piece(connection: apsw.Connection, stream: Stream, piece: Piece) -> 
         if row is None:
             raise _no_piece(piece)
         *_, partition, partitions, rows, size, check = row
-        batch = None
+        batch, entries = None, NO_CHANGES
         if by_producer or stream.spec.table:
             batch = _staged_batch(connection, piece, blob_id, check)
-        entries = entry_changes(stream, batch) if stream.spec.table else ()
+            entries = entry_changes(stream, batch) if stream.spec.table else NO_CHANGES
         made.append(
             Chunk(partition, rows, size, check, None, blob_id, entries,
                   batch if by_producer else None)
@@ -369,27 +369,21 @@ def insert_batch(  # noqa: PLR0913  the columns of one row
 def _save_entries(
     write: Write, stream: Stream, chunk: Chunk, first: int, number: int, pinned: bool
 ) -> None:
-    if not chunk.entries:
+    changes = chunk.entries
+    if not changes.keys:
         return
     write.dirty = True
     connection = write.connection
-    # In order of key, as they are stored: neighbours share pages.
-    entries = sorted(chunk.entries, key=lambda change: change.key)
+    own, new = repeat(stream.id), repeat(number)
     if pinned:
-        connection.executemany(
-            sql("keep_entry"), ((number, stream.id, change.key) for change in entries)
-        )
+        connection.executemany(sql("keep_entry"), zip(new, own, changes.keys, strict=False))
+    if None in changes.values:
+        deleted, changes = changes.parted()
+        connection.executemany(sql("delete_entry"), zip(own, deleted, strict=False))
+    offsets = [first + row for row in changes.rows]
+    places = (repeat(chunk.partition), offsets, new)
     connection.executemany(
-        sql("save_entry"),
-        (
-            (stream.id, change.key, change.value, chunk.partition, first + change.row, number)
-            for change in entries
-            if change.value is not None
-        ),
-    )
-    connection.executemany(
-        sql("delete_entry"),
-        ((stream.id, change.key) for change in entries if change.value is None),
+        sql("save_entry"), zip(own, changes.keys, changes.values, *places, strict=False)
     )
     failpoint("commit.table")
 
