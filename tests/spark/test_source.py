@@ -276,7 +276,7 @@ def test_untyped_streams(place: Place) -> None:
 def test_splits_are_a_function_of_the_offsets() -> None:
     found = splits({0: 5, 1: 0}, {0: 25, 1: 3}, 10)
     assert [(s.partition, s.start, s.end) for s in found] == [
-        (0, 5, 10), (0, 10, 20), (0, 20, 25), (1, 0, 3),
+        (0, 5, 15), (0, 15, 25), (1, 0, 3),
     ]  # fmt: skip
 
 

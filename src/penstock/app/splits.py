@@ -13,11 +13,11 @@ SPLIT_ROWS = 1_048_576
 
 
 def cuts(start: int, end: int, rows: int) -> Iterator[tuple[int, int]]:
-    """The stretch from `start` to `end`, cut at multiples of `rows`, wherever it begins."""
-    while start < end:
-        stop = min(end, (start // rows + 1) * rows)
-        yield start, stop
-        start = stop
+    """The stretch from `start` to `end` in even parts of at most so many rows."""
+    whole = end - start
+    parts = -(-whole // rows)
+    for n in range(parts):
+        yield start + whole * n // parts, start + whole * (n + 1) // parts
 
 
 def free_splits(ranges: Sequence[Range]) -> list[Split]:
