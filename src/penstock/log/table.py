@@ -11,12 +11,13 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.errors import UsageError
 from penstock.log.api import Entry, Log, Pin
 from penstock.log.collections import Collections
 from penstock.log.objects import Stream
-from penstock.records.arrow import codec_of, codec_of_schema, python_values
+from penstock.records.arrow import codec_of, codec_of_schema
 from penstock.records.event import DATA, DELETED, ENTRY, Key, data_columns, key_bytes, keys_of
 from penstock.records.schema import Record
 
@@ -54,22 +55,23 @@ def entry_changes(stream: Stream, batch: pa.RecordBatch) -> Changes:
 
 
 def _packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
-    plain = data_columns(batch)
-    values: list[bytes | None]
+    if DELETED not in batch.schema.names:
+        return _packed_values(stream, batch)
+    gone = batch.column(DELETED)
+    kept = iter(_packed_values(stream, batch.filter(pc.invert(gone))))
+    return [None if deleted else next(kept) for deleted in gone.to_pylist()]
+
+
+def _packed_values(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
     if ENTRY in batch.schema.names:
-        values = batch.column(ENTRY).to_pylist()
-    elif stream.record is None:
+        packed: list[bytes | None] = batch.column(ENTRY).to_pylist()
+        return packed
+    plain = data_columns(batch)
+    if stream.record is None:
         texts = plain.column(DATA).to_pylist()
-        values = [text.encode() if isinstance(text, str) else text for text in texts]
-    else:
-        encode = msgspec.msgpack.Encoder().encode
-        names = plain.schema.names
-        columns = [python_values(column) for column in plain.columns]
-        values = [encode(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
-    if DELETED in batch.schema.names:
-        gone = batch.column(DELETED).to_pylist()
-        values = [None if deleted else value for deleted, value in zip(gone, values, strict=True)]
-    return values
+        return [text.encode() if isinstance(text, str) else text for text in texts]
+    codec = codec_of_schema(stream.record)
+    return [codec.pack(record) for record in codec.from_arrow(plain)]
 
 
 def unpacker(stream: Stream, record: type[Record] | None = None) -> Callable[[bytes], object]:

@@ -142,6 +142,11 @@ class RecordCodec:
         self._annotations = {
             info.encode_name: types.GenericAlias(list, (info.type,)) for info in self._fields
         }
+        self._nested = {
+            info.encode_name: codec_of(info.type)
+            for info in self._fields
+            if isinstance(info.type, type) and issubclass(info.type, Record)
+        }
 
     def validated(self, value: Record) -> Record:
         """The value as it will be stored; `RecordError` has the path of what does not fit."""
@@ -210,12 +215,21 @@ class RecordCodec:
         if index < 0:
             return [None] * batch.num_rows
         column = batch.column(index)
-        values = python_values(column)
+        if column.type == UTC_MICROSECONDS:
+            return _times(column)
+        nested = self._nested.get(field.name)
+        if nested is not None and not column.null_count and nested.has_columns(column.type):
+            return list(nested.from_arrow(pa.RecordBatch.from_struct_array(column)))
+        values: list[object] = column.to_pylist(maps_as_pydicts="strict")
         if _is_plain(field.type):
             return values
         annotation = self._annotations[field.name]
         converted: list[object] = msgspec.convert(values, annotation, builtin_types=_BUILTIN)
         return converted
+
+    def has_columns(self, struct: pa.DataType) -> bool:
+        """Whether a struct has just the fields of the record."""
+        return bool([field.name for field in struct] == self.arrow.names)
 
 
 def _order(schema: Schema) -> Literal["deterministic"] | None:
@@ -225,22 +239,14 @@ def _order(schema: Schema) -> Literal["deterministic"] | None:
     return "deterministic" if sortable and any(isinstance(k, SetOf) for k in kinds) else None
 
 
-def python_values(column: pa.Array) -> list[object]:
-    """A column's values as Python has them: those of `to_pylist`, sooner.
-
-    Times are made by hand, since pyarrow looks a time zone up for each.
-    """
-    if column.type == UTC_MICROSECONDS:
-        return [
-            None if at is None else _EPOCH + dt.timedelta(microseconds=at)
-            for at in column.cast(pa.int64()).to_pylist()
-        ]
-    if pa.types.is_struct(column.type) and not column.null_count:
-        names = [field.name for field in column.type]
-        inner = [python_values(field) for field in column.flatten()]
-        return [dict(zip(names, row, strict=True)) for row in zip(*inner, strict=True)]
-    values: list[object] = column.to_pylist(maps_as_pydicts="strict")
-    return values
+def _times(column: pa.Array) -> list[object]:
+    """Times as Python has them; by hand, since pyarrow looks a time zone up for each."""
+    encoded = column.dictionary_encode()
+    made = [
+        _EPOCH + dt.timedelta(microseconds=at)
+        for at in encoded.dictionary.cast(pa.int64()).to_pylist()
+    ]
+    return [None if place is None else made[place] for place in encoded.indices.to_pylist()]
 
 
 @functools.cache

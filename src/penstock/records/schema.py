@@ -285,8 +285,11 @@ def _made(schema: Schema, strict: bool) -> type[Record]:
         else (field.name, _python(field.type, strict))
         for field in schema.fields
     ]
+    optional = [isinstance(field.type, Maybe) for field in schema.fields]
+    # Fields are given by position where they can be, which makes records of columns sooner.
+    by_name = optional != sorted(optional)
     made = msgspec.defstruct(
-        schema.name, fields, bases=(Record,), kw_only=True, forbid_unknown_fields=strict
+        schema.name, fields, bases=(Record,), kw_only=by_name, forbid_unknown_fields=strict
     )
     return typing.cast(type[Record], made)
 
