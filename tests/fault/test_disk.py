@@ -163,6 +163,29 @@ def test_what_was_acknowledged_survives_loss_of_power(
             assert amounts(after / "log.db") == list(range(n + 1))
 
 
+@pytest.mark.row("H10", engine="embedded")
+def test_a_commit_syncs_what_was_staged_without(
+    disk: FaultyVfs, path: Path, tmp_path: Path
+) -> None:
+    """Tasks stage without waiting for the disk; the commit waits for all of it."""
+    disk.durable = tmp_path / "durable"
+    disk.durable.mkdir()
+    with open_on(path) as log, open_on(path) as other:
+        create(log, "s")
+        holder = log.hold("p")
+        disk.syncs.clear()
+        lazily = CommitOptions(acks="write")
+        pieces = [
+            where.stage(holder, 0, make_part(where, "s", [n]), lazily)
+            for n, where in enumerate((log, other))
+        ]
+        assert not disk.syncs
+        log.commit(holder, 0, Commit(pieces=pieces))
+        after = tmp_path / "after"
+        shutil.copytree(disk.durable, after)
+        assert amounts(after / "log.db") == [0, 1]
+
+
 def test_a_commit_that_is_repeated_is_synced_again(disk: FaultyVfs, path: Path) -> None:
     with open_on(path) as log:
         create(log, "s", acks="write")

@@ -22,6 +22,8 @@ from penstock.log.batch import Batch
 from penstock.records.event import from_microseconds
 
 _OURS = str(Path(__file__).parents[1])
+#: what a batch's tasks stage need not be on the disk before its commit is, which syncs it too
+STAGED = CommitOptions(acks="write")
 
 
 class Range(NamedTuple):
@@ -168,9 +170,8 @@ def _by_commit(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 def stage(log: Log, batch: BatchOrder, parts: Sequence[Part]) -> tuple[Piece, ...]:
     """Store what a task made, unseen, for the batch's commit."""
-    options = CommitOptions()
     return tuple(
-        log.stage(batch.holder, batch.sequence, part, options)
+        log.stage(batch.holder, batch.sequence, part, STAGED)
         for part in parts
         if part.batch.num_rows
     )

@@ -226,6 +226,7 @@ class Log(Protocol):
     ) -> Piece:
         """Store events durably without making them visible, for the commit `sequence`.
 
+        At acks `write` they may be lost with the power until that commit, which makes them last.
         Raises `FencedError`, or `SequenceError` if that commit has happened already. What no
         commit names is swept, once the sequence is committed or the holder fenced.
         """

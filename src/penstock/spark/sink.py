@@ -15,6 +15,7 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
+from penstock.app.task import STAGED
 from penstock.errors import PlanChangedError, SequenceError, UsageError
 from penstock.log.api import Commit, Holder, Log, Piece
 from penstock.log.compose import Composer
@@ -51,7 +52,7 @@ def stage_batches(
     for batch in batches:
         if batch.num_rows:
             part = composer.arrow_part(found, writable(batch, found.spec.key is not None))
-            pieces.append(log.stage(holder, sequence, part))
+            pieces.append(log.stage(holder, sequence, part, STAGED))
     return pieces
 
 
