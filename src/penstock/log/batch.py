@@ -10,7 +10,7 @@ import base64
 import datetime as dt
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 import pyarrow as pa
@@ -19,7 +19,7 @@ import xxhash
 
 from penstock.errors import UsageError
 from penstock.log.objects import Stream
-from penstock.records.arrow import arrow_schema, codec_of, codec_of_schema, nullable
+from penstock.records.arrow import arrow_schema, codec_of, codec_of_schema, nullable, python_values
 from penstock.records.event import (
     DATA,
     DELETED,
@@ -211,8 +211,10 @@ class Batch:
         self, record: type[Record] | None, offsets: Sequence[int]
     ) -> Iterator[Event[object]]:
         made = envelope(self._stored, GIVEN)
-        columns = [made[name].to_pylist(maps_as_pydicts="strict") for name in GIVEN]
-        rows = zip(offsets, self.values(record), *columns, strict=True)
+        columns = [python_values(made[name]) for name in GIVEN]
+        rows = cast(
+            Iterator[tuple[Any, ...]], zip(offsets, self.values(record), *columns, strict=True)
+        )
         name = str(self.stream.name)
         for offset, value, key, time, id_, type_, source, headers in rows:
             yield Event(

@@ -215,12 +215,10 @@ class RecordCodec:
         if index < 0:
             return [None] * batch.num_rows
         column = batch.column(index)
-        if column.type == UTC_MICROSECONDS:
-            return _times(column)
         nested = self._nested.get(field.name)
         if nested is not None and not column.null_count and nested.has_columns(column.type):
             return list(nested.from_arrow(pa.RecordBatch.from_struct_array(column)))
-        values: list[object] = column.to_pylist(maps_as_pydicts="strict")
+        values = python_values(column)
         if _is_plain(field.type):
             return values
         annotation = self._annotations[field.name]
@@ -239,14 +237,22 @@ def _order(schema: Schema) -> Literal["deterministic"] | None:
     return "deterministic" if sortable and any(isinstance(k, SetOf) for k in kinds) else None
 
 
-def _times(column: pa.Array) -> list[object]:
-    """Times as Python has them; by hand, since pyarrow looks a time zone up for each."""
-    encoded = column.dictionary_encode()
-    made = [
-        _EPOCH + dt.timedelta(microseconds=at)
-        for at in encoded.dictionary.cast(pa.int64()).to_pylist()
-    ]
-    return [None if place is None else made[place] for place in encoded.indices.to_pylist()]
+def python_values(column: pa.Array) -> list[object]:
+    """A column's values as Python has them: those of `to_pylist`, a good deal sooner.
+
+    Times are made by hand, and each once: pyarrow looks a time zone up for every one. Maps as
+    dicts are asked for only where there can be any: asking is slow.
+    """
+    if column.type == UTC_MICROSECONDS:
+        encoded = column.dictionary_encode()
+        made = [
+            _EPOCH + dt.timedelta(microseconds=at)
+            for at in encoded.dictionary.cast(pa.int64()).to_pylist()
+        ]
+        return [None if place is None else made[place] for place in encoded.indices.to_pylist()]
+    maps = "strict" if pa.types.is_nested(column.type) else None
+    values: list[object] = column.to_pylist(maps_as_pydicts=maps)
+    return values
 
 
 @functools.cache
