@@ -1,4 +1,4 @@
-"""`make bench`: run every benchmark, print the table, and save it as JSON and in the docs.
+"""`make bench`: run every benchmark, and save the table in the docs, as JSON and as a picture.
 
 python -m bench                 all of it
 python -m bench --quick         small sizes, to see that it works; saves nothing
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from bench import embedded, spark
+from bench import embedded, spark, streaming
+from bench.plot import plot
 from bench.result import Result, environment
 
-BENCHMARKS = {**embedded.BENCHMARKS, **spark.BENCHMARKS}
+BENCHMARKS = {**embedded.BENCHMARKS, **spark.BENCHMARKS, **streaming.BENCHMARKS}
 DOCS = Path(__file__).parents[1] / "docs"
 MARKS = ("<!-- results: begin -->", "<!-- results: end -->")
 
@@ -69,7 +70,9 @@ def save(results: dict[str, list[Result]]) -> None:
     merged = {name: {**before, **results}[name] for name in BENCHMARKS if name in before | results}
     text = msgspec.json.format(msgspec.json.encode(Saved(about, merged)), indent=1)
     file.write_bytes(text + b"\n")
-    table = as_table([result for found in merged.values() for result in found])
+    every = [result for found in merged.values() for result in found]
+    (DOCS / "benchmarks.svg").write_text(plot(every), "utf-8")
+    table = as_table(every)
     page = DOCS / "benchmarks.md"
     start, rest = page.read_text("utf-8").split(MARKS[0])
     end = rest.split(MARKS[1])[1]

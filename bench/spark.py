@@ -163,31 +163,18 @@ def rate(rows: int, took_s: float) -> str:
 
 def steady(progress: list[Any]) -> list[float]:
     """The rates of micro-batches, those at the start of a query left out."""
-    full = [p for p in progress if p.numInputRows > 0][2:]
-    return [p.numInputRows / p.durationMs["triggerExecution"] * 1000 for p in full]
+    full = [p for p in progress if p.numInputRows > 0]
+    return settled([p.numInputRows / p.durationMs["triggerExecution"] * 1000 for p in full])
+
+
+def settled(rates: list[float]) -> list[float]:
+    return rates[2:] or rates
 
 
 def tables(folder: Path, quick: bool) -> list[Result]:
     """Keyed running sum and 10-second tumbling count into tables."""
     spark = session()
     data = Data(folder, 3_000_000 if quick else 10_000_000)
-
-    def sums(orders: DataFrame) -> DataFrame:
-        return orders.groupBy("user").agg(F.sum("amount").alias("total"))
-
-    def counts(orders: DataFrame, window: Column) -> DataFrame:
-        return orders.groupBy("item", window).count()
-
-    def sum_app() -> penstock.App:
-        app, orders = order_app()
-        app.derive_table(orders, key="user", name="out")(sums)
-        return app
-
-    def count_app() -> penstock.App:
-        app, orders = order_app()
-        window = penstock.tumbling("10 seconds")
-        app.derive_table(orders, key=["item", "window"], window=window, name="out")(counts)
-        return app
 
     window = F.window("at", "10 seconds").alias("window")
     cases = {
@@ -201,7 +188,7 @@ def tables(folder: Path, quick: bool) -> list[Result]:
         # In turns; the first turn warms the JVM up for both.
         for turn in range(2 if quick else 3):
             ours, theirs = folder / f"ours-{len(results)}-{turn}", folder / f"{len(results)}-{turn}"
-            mine_now = run_stateful(spark, data, make(), ours)
+            mine_now = run_app(spark, data.log, make(), "out", ours, MICRO_BATCH)
             limit_now = run_native(spark, data, native, theirs)
             if turn:
                 mine, limit = mine + mine_now, limit + limit_now
@@ -218,6 +205,27 @@ def tables(folder: Path, quick: bool) -> list[Result]:
         )
     data.log.close()
     return results
+
+
+def sums(orders: DataFrame) -> DataFrame:
+    return orders.groupBy("user").agg(F.sum("amount").alias("total"))
+
+
+def counts(orders: DataFrame, window: Column) -> DataFrame:
+    return orders.groupBy("item", window).count()
+
+
+def sum_app() -> penstock.App:
+    app, orders = order_app()
+    app.derive_table(orders, key="user", name="out")(sums)
+    return app
+
+
+def count_app() -> penstock.App:
+    app, orders = order_app()
+    window = penstock.tumbling("10 seconds")
+    app.derive_table(orders, key=["item", "window"], window=window, name="out")(counts)
+    return app
 
 
 def order_app() -> tuple[penstock.App, penstock.AppStream[Order]]:
@@ -247,13 +255,16 @@ def run_native(
     return steady(list(query.recentProgress))
 
 
-def run_stateful(
-    spark: SparkSession, data: Data, app: penstock.App, checkpoints: Path
+def run_app(
+    spark: SparkSession, log: Log, app: penstock.App, name: str, checkpoints: Path, rows: int
 ) -> list[float]:
-    limits = QueryLimits(batch_rows_max=MICRO_BATCH)
-    backend = SparkBackend(spark, checkpoints, limits=limits)
-    make_streams(data.log, plan(app))
-    query = backend.frames(data.log, f"bench{time.time_ns()}", app.definitions["out"])
+    """The rates of an app's batches: one definition over all there is, from the start."""
+    backend = SparkBackend(spark, checkpoints, limits=QueryLimits(batch_rows_max=rows))
+    make_streams(log, plan(app))
+    query = backend.frames(log, f"bench{time.time_ns()}", app.definitions[name])
+    if isinstance(query, Query):
+        query.start()
+        return settled([step.rows_in / step.took_s for step in all_steps(query)])
     assert isinstance(query, StatefulQuery)
     stop = threading.Event()
     thread = threading.Thread(target=query.run, args=(stop, lambda step: None))

@@ -36,9 +36,19 @@ def user_failure(definition: str, error: BaseException) -> Failure:
             definition=definition, place="a task of Spark", error=trace.splitlines()[-1],
             traceback=trace,
         )  # fmt: skip
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     own = user_traceback(error) if error.__traceback__ is not None else traceback.format_exc()
-    return Failure(definition=definition, place="Spark", error=first, traceback=own)
+    return Failure(definition=definition, place="Spark", error=_reason(error), traceback=own)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line; of an error of Java's, what caused it in the end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
+    if causes:
+        return causes[-1]
+    if len(lines) > 1 and lines[0].startswith("An error occurred while calling"):
+        return lines[1].removeprefix(": ")
+    return lines[0] if lines else type(error).__name__
 
 
 def worker_traceback(text: str) -> str | None:

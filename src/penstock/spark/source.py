@@ -1,9 +1,9 @@
 """`format("penstock")`: streams and tables as an ordinary data source of Spark.
 
-    spark.dataSource.register(PenstockSource)
     spark.read.format("penstock").option("log", "penstock.db").load("orders")
 
-`session` registers it by itself. Spark calls these classes by PySpark's own parameter names.
+Spark finds it by the package `pyspark_penstock`. It calls these classes by PySpark's own
+parameter names.
 """
 
 from __future__ import annotations

@@ -46,10 +46,12 @@ from penstock.spark.frames import (
     stage_frame,
     with_absent,
 )
+from penstock.spark.source import PenstockSource
 
 MARKER = "penstock.json"
 WAIT_MS = 250
 STOP_WAIT_S = 20.0
+_REGISTERING = threading.Lock()
 NOTHING_TO_DO = "Waiting for data to arrive"
 
 
@@ -139,16 +141,13 @@ class StatefulQuery:
         shape = self._shape
         frames: dict[str, DataFrame] = {}
         for stream in shape.streams:
-            reader = self._spark.readStream.format("penstock").option("log", self._log.url)
-            for name, value in self._options.items():
-                reader = reader.option(f"log.{name}", str(value))
             names = ",".join(shape.columns[stream.name].names)
-            reader = reader.option("columns", names).option("wait_ms", WAIT_MS)
-            reader = reader.option("batch_rows", self._batch_rows_max // len(shape.streams) or 1)
+            settings = {"columns": names, "wait_ms": str(WAIT_MS)}
+            settings["batch_rows"] = str(self._batch_rows_max // len(shape.streams) or 1)
             if self.position.sequence < 0 and stream.name in self.position.next:
                 start = msgspec.json.encode(self.position.next[stream.name]).decode()
-                reader = reader.option("start", start)
-            frame = reader.load(stream.name)
+                settings["start"] = start
+            frame = self._followed(stream.name, settings)
             # A watermark nobody asks about would only cause batches without data.
             if stream.watermark_us is not None and stream.time in shape.columns[stream.name].names:
                 assert stream.time is not None  # noqa: S101  a watermark needs a time
@@ -164,6 +163,18 @@ class StatefulQuery:
             .queryName(f"{self._app}.{self.name}")
             .start()
         )
+
+    def _followed(self, stream: str, settings: Mapping[str, str]) -> DataFrame:
+        """A stream as Spark follows it, by a source of its own.
+
+        Queries that share one put settings into one map of Spark's at the same time, which no
+        task can read afterwards.
+        """
+        for_log = {f"log.{name}": str(value) for name, value in self._options.items()}
+        with _REGISTERING:
+            self._spark.dataSource.register(PenstockSource)
+            reader = self._spark.readStream.format("penstock").option("log", self._log.url)
+            return reader.options(**for_log, **settings).load(stream)
 
     def _stop(self, query: StreamingQuery) -> None:
         with contextlib.suppress(PySparkException, SparkGoneError), spark_alive():

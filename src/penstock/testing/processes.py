@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ VICTIMS: tuple[Victim, ...] = ("runner", "jvm", "worker")
 class RunnerProcess:
     """`penstock run` in a process of its own, with everything that it starts.
 
-    Spark is told to compile less: it starts sooner, and is killed soon anyway.
+    With `quick`, Spark is told to compile less: it starts sooner, and is killed soon anyway.
     """
 
     def __init__(
@@ -31,11 +32,12 @@ class RunnerProcess:
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         output: Path | None = None,
+        quick: bool = True,
     ) -> None:
-        quick = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"
+        less = ("--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1")
         self._command = [
             sys.executable, "-m", "penstock.cli", "run", str(app), "--log", str(log),
-            "--conf", quick, *arguments,
+            *(less if quick else ()), *arguments,
         ]  # fmt: skip
         self._environment = {**os.environ, **(environment or {})}
         self._output = output
@@ -89,6 +91,15 @@ class RunnerProcess:
             if (is_java and victim == "jvm") or (is_worker and not is_java and victim == "worker"):
                 found.append(pid)
         return found
+
+    def cpu_s(self) -> dict[int, float]:
+        """The seconds of processor time that it and each process it started have taken."""
+        taken = {}
+        for pid in (self.process.pid, *(pid for pid, _ in _processes(self.process.pid))):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                taken[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return taken
 
     def kill_all(self) -> None:
         """End everything, the hard way."""

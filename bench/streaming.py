@@ -1,0 +1,188 @@
+"""Whole queries: NEXMark beside Parquet, the sum and the count beside peers, and an idle app."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+from pyspark.sql import DataFrame, SparkSession
+
+import penstock
+from bench.nexmark import QUERIES, RECORDS, WATERMARK_US, Generator, fill, nexmark_app
+from bench.result import Result
+from bench.spark import (
+    Data,
+    count_app,
+    rate,
+    rows_of,
+    run_app,
+    session,
+    steady,
+    sum_app,
+)
+from penstock.app.plan import plan
+from penstock.app.runner import make_streams
+from penstock.testing.processes import RunnerProcess
+
+PEERS = Path(__file__).parent / "peers"
+VENVS = Path(".work") / "peers"
+
+
+def nexmark(folder: Path, quick: bool) -> list[Result]:
+    """Seven queries: events of the log into a stream, beside Parquet into nothing."""
+    spark = session()
+    generator = Generator(500_000 if quick else 10_000_000, 200 if quick else 10)
+    results = []
+    with penstock.open(folder / "nexmark.db", upkeep_interval_ms=0) as log:
+        for name in ("q8", "q7"):  # between them they have all streams
+            make_streams(log, plan(nexmark_app(name)[0]))
+        fill(log, generator, list(RECORDS))
+        for name, query in QUERIES.items():
+            batch_rows = 1_000_000 if query.inputs == ("bids",) else 50_000
+            parquet = parquet_of(folder / f"parquet{batch_rows}", generator, batch_rows)
+            mine: list[float] = []
+            limit: list[float] = []
+            for turn in range(2):  # the first warms up
+                app, stream = nexmark_app(name)
+                place = folder / f"{name}-{turn}"
+                rows = batch_rows * len(query.inputs)
+                mine = run_app(spark, log, app, name, place / "ours", rows)
+                limit = run_parquet(spark, name, parquet, place / "theirs")
+                log.apply([penstock.DropStream(stream.name)])
+            found, beside = statistics.median(mine), statistics.median(limit)
+            results.append(
+                Result(
+                    what=f"NEXMark {name}, {generator.count:,} events, into a stream, exactly-once",
+                    measured=rate(1, 1 / found),
+                    beside=f"{rate(1, 1 / beside)}: Parquet, writing nowhere",
+                    ratio=found / beside,
+                )
+            )
+    return results
+
+
+def parquet_of(folder: Path, generator: Generator, rows: int) -> Path:
+    """The events as Parquet files of so many rows: a file is a micro-batch."""
+    if folder.exists():
+        return folder
+    for stream in RECORDS:
+        (folder / stream).mkdir(parents=True)
+        for number, batch in enumerate(generator.batches(stream, rows)):
+            pq.write_table(pa.Table.from_batches([batch]), folder / stream / f"{number:05}.parquet")
+    return folder
+
+
+def run_parquet(spark: SparkSession, name: str, folder: Path, checkpoint: Path) -> list[float]:
+    query = QUERIES[name]
+    frames: dict[str, DataFrame] = {}
+    for stream in query.inputs:
+        files = str(folder / stream)
+        schema = spark.read.parquet(files).schema
+        frame = spark.readStream.schema(schema).option("maxFilesPerTrigger", 1).parquet(files)
+        frames[stream] = frame.withWatermark("at", f"{WATERMARK_US} microseconds")
+    running = (
+        query.function(frames)
+        .writeStream.format("noop").outputMode("append")
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True).start()
+    )  # fmt: skip
+    running.awaitTermination()
+    return steady(list(running.recentProgress))
+
+
+def peers(folder: Path, quick: bool) -> list[Result]:
+    """The running sum and the tumbling count beside Bytewax and Pathway, each in its own venv."""
+    spark = session()
+    data = Data(folder, 3_000_000 if quick else 10_000_000)
+    count = 200_000 if quick else 2_000_000
+    files = write_files(folder, count)
+    results = []
+    for what, make in (("sum", sum_app), ("count", count_app)):
+        mine: list[float] = []
+        for turn in range(2):  # the first warms up
+            mine = run_app(spark, data.log, make(), "out", folder / f"{what}-{turn}", 1_000_000)
+            data.log.apply([penstock.DropStream("out")])
+        found = statistics.median(mine)
+        for peer in ("bytewax", "pathway"):
+            took = run_peer(peer, what, files[peer], folder / f"{peer}-{what}")
+            title = "running sum per key" if what == "sum" else "10-second tumbling count"
+            results.append(
+                Result(
+                    what=f"{title}, beside {peer.title()}",
+                    measured=f"{rate(1, 1 / found)}: into a table, exactly-once",
+                    beside=f"{rate(count, took)}: {peer.title()}, its state kept, writing nowhere",
+                    ratio=found * took / count,
+                    at_least=1.0,
+                )
+            )
+    data.log.close()
+    return results
+
+
+def write_files(folder: Path, count: int) -> Mapping[str, Path]:
+    """The rows in the format that each peer reads by itself, in four files."""
+    places = {"bytewax": folder / "peer-parquet", "pathway": folder / "peer-csv"}
+    for place in places.values():
+        place.mkdir()
+    table = pa.Table.from_batches(rows_of(count, 1000))
+    for number in range(4):
+        part = table.slice(count // 4 * number, count // 4)
+        pq.write_table(part, places["bytewax"] / f"{number}.parquet")
+        times = part.column("at").cast(pa.int64())
+        part = part.set_column(part.schema.get_field_index("at"), "at", times)
+        pyarrow.csv.write_csv(part, places["pathway"] / f"{number}.csv")
+    return places
+
+
+def run_peer(peer: str, what: str, files: Path, state: Path) -> float:
+    """The seconds that a peer takes, by its own clock, starting left out."""
+    python = VENVS / peer / "bin" / "python"
+    # Spark's workers are told where our packages are; a peer has its own.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["PATHWAY_THREADS"] = "2"
+    if not python.exists():
+        print(f"  setting up {peer} …", file=sys.stderr, flush=True)
+        subprocess.run(
+            [sys.executable, "-m", "venv", str(VENVS / peer)], check=True, env=environment
+        )
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, "-r", str(PEERS / f"{peer}.txt")], check=True, env=environment)
+    job = [str(python), str(PEERS / f"{peer}_job.py"), what, str(files), str(state)]
+    done = subprocess.run(
+        job, check=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    return float(done.stdout.split()[-1])
+
+
+def idle(folder: Path, quick: bool) -> list[Result]:
+    """What an app of twenty definitions costs while nothing happens."""
+    app = Path(__file__).with_name("idle_app.py")
+    output = folder / "idle.txt"
+    with RunnerProcess(app, folder / "idle.db", output=output, quick=False) as runner:
+        time.sleep(20 if quick else 60)  # until everything has started and settled
+        length_s = 5 if quick else 30
+        before = runner.cpu_s()
+        time.sleep(length_s)
+        taken = sum(after - before.get(pid, 0.0) for pid, after in runner.cpu_s().items())
+        used = taken / length_s
+        assert runner.is_running(), output.read_text()
+    return [
+        Result(
+            what="20 idle definitions, 5 of them with state: share of one core",
+            measured=f"{used:.1%}",
+            beside="15 % wanted",
+            ratio=used / 0.15,
+            at_most=1.0,
+        )
+    ]
+
+
+BENCHMARKS = {"nexmark": nexmark, "peers": peers, "idle": idle}
