@@ -49,7 +49,7 @@ from penstock.spark.frames import (
 from penstock.spark.source import PenstockSource
 
 MARKER = "penstock.json"
-WAIT_MS = 250
+WAIT_MS = 500
 STOP_WAIT_S = 20.0
 _REGISTERING = threading.Lock()
 NOTHING_TO_DO = "Waiting for data to arrive"
@@ -127,7 +127,7 @@ class StatefulQuery:
             raise self._known(error) from None
         try:
             while not stop.is_set():
-                if self._query.awaitTermination(0.1):  # type: ignore[arg-type]  # it takes fractions
+                if self._query.awaitTermination(0.3):  # type: ignore[arg-type]  # it takes fractions
                     break
             deadline = time.monotonic() + STOP_WAIT_S
             while self._is_busy and time.monotonic() < deadline:

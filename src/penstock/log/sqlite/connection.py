@@ -274,7 +274,7 @@ class ReaderPool:
     """Reader connections, lent to one user at a time; a few stay open between uses."""
 
     def __init__(self, path: Path, vfs: str | None) -> None:
-        self._path = path
+        self.path = path
         self._vfs = vfs
         self._idle: list[apsw.Connection] = []
         self._lock = threading.Lock()
@@ -284,13 +284,13 @@ class ReaderPool:
     @contextlib.contextmanager
     def lend(self) -> Iterator[apsw.Connection]:
         """A connection in autocommit mode. Raises `LogError` kinds for SQLite's errors."""
-        check_process(self._process, self._path)
+        check_process(self._process, self.path)
         with self._lock:
             if self._closed:
-                raise errors.ClosedError(f"the log {self._path} is closed")
+                raise errors.ClosedError(f"the log {self.path} is closed")
             connection = self._idle.pop() if self._idle else None
-        with translated(self._path):
-            connection = connection or connect(self._path, self._vfs)
+        with translated(self.path):
+            connection = connection or connect(self.path, self._vfs)
             try:
                 yield connection
             finally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import apsw
@@ -15,7 +16,7 @@ from penstock.errors import DamagedError, OffsetGoneError, UsageError
 from penstock.log.api import Offsets
 from penstock.log.batch import Batch, Run, checksum, decode_blob
 from penstock.log.objects import Stream
-from penstock.log.sqlite.connection import ReaderPool, many, one, read_blob
+from penstock.log.sqlite.connection import ReaderPool, many, one, read_blob, translated
 from penstock.log.sqlite.writing import seal
 
 WAIT_FIRST_S = 0.001
@@ -210,44 +211,89 @@ def damaged(
 class Waiter:
     """Waits for new events: told at once by this process's commits, soon by another's.
 
-    Another process's commit shows in SQLite's change counter, one value in shared memory,
-    looked at every few milliseconds while somebody waits.
+    Another process's commit shows in SQLite's change counter, one value in shared memory. Of
+    all who wait, one looks at it every few milliseconds and tells the others.
     """
 
     def __init__(self, pool: ReaderPool) -> None:
         self._pool = pool
         self._changed = threading.Condition()
+        self._changes = 0
+        self._has_watcher = False
+        self._connection: apsw.Connection | None = None
+        self._held = contextlib.ExitStack()
+        self._counter: object = None
         self._closed = False
 
     def tell(self) -> None:
+        """Something has changed, or may have: whoever waits looks."""
         with self._changed:
+            self._changes += 1
             self._changed.notify_all()
 
     def wait(self, stream: Stream, positions: Mapping[int, int], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        pause, seen = WAIT_FIRST_S, None
-        with self._pool.lend() as connection:
-            while not self._closed:
-                counter = connection.pragma("data_version")
-                if counter != seen:
-                    seen, pause = counter, WAIT_FIRST_S
-                    if self._has_news(connection, stream, positions):
-                        return True
+
+        def has_news(connection: apsw.Connection) -> bool:
+            rows = many(connection, "offsets", stream.id)
+            return any(next_ > positions.get(partition, next_) for partition, _, next_ in rows)
+
+        while not self._closed:
+            seen = self._changes
+            with self._pool.lend() as connection:
+                if has_news(connection):
+                    return True
+            if deadline <= time.monotonic():
+                return False
+            if self._is_watcher(seen, deadline):
+                try:
+                    with translated(self._pool.path):
+                        self._watch(deadline, has_news)
+                finally:
+                    with self._changed:
+                        self._has_watcher = False
+                        self._changed.notify_all()  # somebody else must watch
+        return False
+
+    def _is_watcher(self, seen: int, deadline: float) -> bool:
+        """Wait until something has changed since `seen`; true for the one who is to watch."""
+        with self._changed:
+            while self._changes == seen and not self._closed:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                with self._changed:
-                    self._changed.wait(min(pause, left))
-                pause = min(pause * 2, WAIT_MOST_S)
+                if not self._has_watcher:
+                    self._has_watcher = True
+                    return True
+                self._changed.wait(left)
         return False
 
-    @staticmethod
-    def _has_news(
-        connection: apsw.Connection, stream: Stream, positions: Mapping[int, int]
-    ) -> bool:
-        rows = many(connection, "offsets", stream.id)
-        return any(next_ > positions.get(partition, next_) for partition, _, next_ in rows)
+    def _watch(self, deadline: float, has_news: Callable[[apsw.Connection], bool]) -> None:
+        """Watch the file for all who wait, until there is news for the one who watches."""
+        if self._connection is None:
+            self._connection = self._held.enter_context(self._pool.lend())
+        told, pause = self._changes, WAIT_FIRST_S
+        while not self._closed:
+            # A connection counts for itself, so it is always the same one.
+            if (found := self._connection.pragma("data_version")) != self._counter:
+                self._counter, pause = found, WAIT_FIRST_S
+                self.tell()
+            if self._changes != told:
+                told = self._changes
+                if has_news(self._connection):
+                    return
+            with self._changed:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                if self._changes == told:
+                    self._changed.wait(min(pause, left))
+            pause = min(pause * 2, WAIT_MOST_S)
 
     def close(self) -> None:
         self._closed = True
         self.tell()
+        with self._changed:
+            while self._has_watcher:
+                self._changed.wait(1.0)
+        self._held.close()
