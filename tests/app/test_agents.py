@@ -21,6 +21,7 @@ from penstock import (
 )
 from penstock.app.query import QueryLimits
 from penstock.app.reports import agent_rows
+from penstock.app.task import derived_id
 from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Note, Order, Shop, some_orders
 
@@ -113,7 +114,9 @@ def test_order_of_a_key_and_ids_that_stay_the_same(tmp_path: Path) -> None:
         run.send(orders, *some_orders(300))
         run.until_idle()
         found = run.whole_events(copies)
-        assert len({event.id for event in found}) == 300
+        given = {derived_id("shop.copy", event.id, 0) for event in run.whole_events(orders)}
+        assert len(given) == 300
+        assert {event.id for event in found} == given, "an id depends on nothing but the input's"
         for user in {order.user for order in some_orders(300)}:
             amounts = [e.data.amount for e in found if e.data.user == user]
             assert amounts == sorted(amounts)
@@ -154,6 +157,27 @@ def test_a_key_is_handled_once_though_its_stream_grew(tmp_path: Path) -> None:
         run.restart()
         run.until_idle()
         assert run.table(counts) == {f"u{n}": 20 for n in range(7)}
+
+
+def test_a_key_keeps_its_order_though_its_stream_grew(tmp_path: Path) -> None:
+    """Also where growth has moved it to a partition before the one where it was."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user", partitions=2)
+    amounts = app.table("amounts", value=list[int])
+
+    @app.agent(orders, state=amounts)
+    def note(order: Order, seen: Entry[list[int]]) -> None:
+        seen.value.append(order.amount)
+
+    with AppTest(app, tmp_path) as run:
+        run.until_idle()
+        run.runner.stop()
+        run.send(orders, *[Order(f"u{n % 7}", "tea", n) for n in range(70)])
+        run.log.apply([GrowStream("orders", 3)])
+        run.send(orders, *[Order(f"u{n % 7}", "tea", n) for n in range(70, 140)])
+        run.restart()
+        run.until_idle()
+        assert run.table(amounts) == {f"u{n}": list(range(n, 140, 7)) for n in range(7)}
 
 
 def test_several_outputs_go_by_class_or_by_name(tmp_path: Path) -> None:

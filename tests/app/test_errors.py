@@ -99,6 +99,24 @@ def test_a_retry_starts_from_the_value_before(tmp_path: Path) -> None:
         assert run.table(counts) == {"ada": 1}
 
 
+def test_a_retry_is_given_the_event_as_it_came(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    seen: list[str] = []
+
+    @app.agent(orders, retries=2, backoff="1 ms")
+    def careless(order: Order) -> None:
+        seen.append(order.item)
+        order.item = "something else"
+        if len(seen) < 3:
+            raise OSError("not yet")
+
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "tea"))
+        run.until_idle()
+    assert seen == ["tea", "tea", "tea"]
+
+
 def test_a_wrong_value_is_named(tmp_path: Path) -> None:
     app = App("shop")
     orders = app.stream("orders", Order, key="user")

@@ -15,6 +15,7 @@ from penstock import (
 )
 from penstock.app.query import Query
 from penstock.app.reset import reset_query
+from penstock.errors import FencedError
 from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Order, Shop, some_orders
 
@@ -81,6 +82,20 @@ def test_runners_that_group_otherwise_do_not_both_run(tmp_path: Path) -> None:
         run.until_idle()
         for name in ("a", "b", "c"):
             assert len(run.events(more.streams[f"of_{name}"])) == 15
+
+
+def test_a_query_that_was_taken_over_does_not_start_again(tmp_path: Path) -> None:
+    """Not even when it was down at that moment, and nobody could fence it."""
+    app, orders = counting("a", "b")
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, *some_orders(10))
+        run.until_idle()
+        (old,) = [kept.query for kept in run.runner._kept if isinstance(kept.query, Query)]
+        run._only = ["a"]
+        run.restart()
+        run.until_idle()
+        with pytest.raises(FencedError, match="taken over"):
+            old.start()
 
 
 def test_a_new_definition_starts_at_the_beginning(tmp_path: Path) -> None:
