@@ -49,7 +49,7 @@ from penstock.spark.frames import (
 from penstock.spark.source import PenstockSource
 
 MARKER = "penstock.json"
-WAIT_MS = 500
+WAIT_MS = 250
 STOP_WAIT_S = 20.0
 _REGISTERING = threading.Lock()
 NOTHING_TO_DO = "Waiting for data to arrive"
