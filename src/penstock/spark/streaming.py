@@ -167,8 +167,8 @@ class StatefulQuery:
     def _followed(self, stream: str, settings: Mapping[str, str]) -> DataFrame:
         """A stream as Spark follows it, by a source of its own.
 
-        Queries that share one put settings into one map of Spark's at the same time, which no
-        task can read afterwards.
+        Queries that share one put settings into one unguarded map of Spark's when they start,
+        and some such starts were seen to fail for good.
         """
         for_log = {f"log.{name}": str(value) for name, value in self._options.items()}
         with _REGISTERING:
