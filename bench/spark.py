@@ -189,7 +189,8 @@ def tables(folder: Path, quick: bool) -> list[Result]:
         for turn in range(2 if quick else 3):
             ours, theirs = folder / f"ours-{len(results)}-{turn}", folder / f"{len(results)}-{turn}"
             mine_now = run_app(spark, data.log, make(), "out", ours, MICRO_BATCH)
-            limit_now = run_native(spark, data, native, theirs)
+            frame = native(followed_parquet(spark, data.parquet, "10 seconds"))
+            limit_now = run_nowhere(frame, "update", theirs)
             if turn:
                 mine, limit = mine + mine_now, limit + limit_now
             data.log.apply([penstock.DropStream("out")])
@@ -236,18 +237,17 @@ def order_app() -> tuple[penstock.App, penstock.AppStream[Order]]:
     return app, orders
 
 
-def run_native(
-    spark: SparkSession, data: Data, made: Callable[[DataFrame], DataFrame], checkpoint: Path
-) -> list[float]:
-    """The same on Parquet files, written nowhere."""
-    frame = (
-        spark.readStream.schema(spark.read.parquet(data.parquet).schema)
-        .option("maxFilesPerTrigger", 1)
-        .parquet(data.parquet)
-    )
+def followed_parquet(spark: SparkSession, folder: str, watermark: str) -> DataFrame:
+    """The files of a folder as a stream, one in each micro-batch."""
+    schema = spark.read.parquet(folder).schema
+    frame = spark.readStream.schema(schema).option("maxFilesPerTrigger", 1).parquet(folder)
+    return frame.withWatermark("at", watermark)
+
+
+def run_nowhere(frame: DataFrame, mode: str, checkpoint: Path) -> list[float]:
+    """The rates of a query of Spark alone, written nowhere."""
     query = (
-        made(frame.withWatermark("at", "10 seconds"))
-        .writeStream.format("noop").outputMode("update")
+        frame.writeStream.format("noop").outputMode(mode)
         .option("checkpointLocation", str(checkpoint))
         .trigger(availableNow=True).start()
     )  # fmt: skip

@@ -13,7 +13,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
-from pyspark.sql import DataFrame, SparkSession
 
 import penstock
 from bench.nexmark import QUERIES, RECORDS, WATERMARK_US, Generator, fill, nexmark_app
@@ -21,11 +20,12 @@ from bench.result import Result
 from bench.spark import (
     Data,
     count_app,
+    followed_parquet,
     rate,
     rows_of,
     run_app,
+    run_nowhere,
     session,
-    steady,
     sum_app,
 )
 from penstock.app.plan import plan
@@ -40,6 +40,7 @@ def nexmark(folder: Path, quick: bool) -> list[Result]:
     """Seven queries: events of the log into a stream, beside Parquet into nothing."""
     spark = session()
     generator = Generator(500_000 if quick else 10_000_000, 200 if quick else 10)
+    watermark = f"{WATERMARK_US} microseconds"
     results = []
     with penstock.open(folder / "nexmark.db", upkeep_interval_ms=0) as log:
         for name in ("q8", "q7"):  # between them they have all streams
@@ -55,7 +56,11 @@ def nexmark(folder: Path, quick: bool) -> list[Result]:
                 place = folder / f"{name}-{turn}"
                 rows = batch_rows * len(query.inputs)
                 mine = run_app(spark, log, app, name, place / "ours", rows)
-                limit = run_parquet(spark, name, parquet, place / "theirs")
+                frames = {
+                    stream: followed_parquet(spark, str(parquet / stream), watermark)
+                    for stream in query.inputs
+                }
+                limit = run_nowhere(query.function(frames), "append", place / "theirs")
                 log.apply([penstock.DropStream(stream.name)])
             found, beside = statistics.median(mine), statistics.median(limit)
             results.append(
@@ -78,24 +83,6 @@ def parquet_of(folder: Path, generator: Generator, rows: int) -> Path:
         for number, batch in enumerate(generator.batches(stream, rows)):
             pq.write_table(pa.Table.from_batches([batch]), folder / stream / f"{number:05}.parquet")
     return folder
-
-
-def run_parquet(spark: SparkSession, name: str, folder: Path, checkpoint: Path) -> list[float]:
-    query = QUERIES[name]
-    frames: dict[str, DataFrame] = {}
-    for stream in query.inputs:
-        files = str(folder / stream)
-        schema = spark.read.parquet(files).schema
-        frame = spark.readStream.schema(schema).option("maxFilesPerTrigger", 1).parquet(files)
-        frames[stream] = frame.withWatermark("at", f"{WATERMARK_US} microseconds")
-    running = (
-        query.function(frames)
-        .writeStream.format("noop").outputMode("append")
-        .option("checkpointLocation", str(checkpoint))
-        .trigger(availableNow=True).start()
-    )  # fmt: skip
-    running.awaitTermination()
-    return steady(list(running.recentProgress))
 
 
 def peers(folder: Path, quick: bool) -> list[Result]:

@@ -198,6 +198,7 @@ def test_a_kill_at_every_step(log: Log, tmp_path: Path, request: pytest.FixtureR
             # Workers die and are replaced until the query is given up; the runner dies at once.
             died += runner.wait(20) is not None
         print(f"{step} at {at}: {died} runners have died")
+    assert died >= len(STEPS) // 3, "the kills do not hit the runner's commits"
     load.stopped.set()
     load.join(60)
     finish(log, path, output)

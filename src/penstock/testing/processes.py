@@ -97,8 +97,7 @@ class RunnerProcess:
         taken = {}
         for pid in (self.process.pid, *(pid for pid, _ in _processes(self.process.pid))):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                taken[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                taken[pid] = cpu_s(pid)
         return taken
 
     def kill_all(self) -> None:
@@ -107,6 +106,12 @@ class RunnerProcess:
             _try_kill(pid)
         _try_kill(self.process.pid)
         self.process.wait(30)
+
+
+def cpu_s(pid: int) -> float:
+    """The seconds of processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _try_kill(pid: int) -> None:

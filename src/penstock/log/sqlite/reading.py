@@ -253,6 +253,8 @@ class Waiter:
                     with self._changed:
                         self._has_watcher = False
                         self._changed.notify_all()  # somebody else must watch
+                        if self._closed:
+                            self._held.close()
         return False
 
     def _is_watcher(self, seen: int, deadline: float) -> bool:
@@ -291,9 +293,9 @@ class Waiter:
             pause = min(pause * 2, WAIT_MOST_S)
 
     def close(self) -> None:
-        self._closed = True
-        self.tell()
+        """Let everybody go; whoever watches gives the connection back on leaving."""
         with self._changed:
-            while self._has_watcher:
-                self._changed.wait(1.0)
-        self._held.close()
+            self._closed = True
+            self._changed.notify_all()
+            if not self._has_watcher:
+                self._held.close()

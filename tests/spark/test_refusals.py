@@ -1,0 +1,334 @@
+"""Apps on Spark that start again, and what is refused before it could go wrong."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from penstock import App, AppStream, AppTable
+from penstock.errors import AppError, PlanChangedError
+from penstock.spark.failures import user_failure
+from penstock.spark.streaming import StatefulQuery
+from penstock.testing.apps import AppTest
+from penstock.testing.processes import wait_until
+from tests.spark.shop import Customer, Order, Shop, at, entries, rows
+
+
+def sums(shop: Shop, column: str = "item") -> None:
+    @shop.app.derive_table(shop.orders, key=column)
+    def total(orders: DataFrame) -> DataFrame:
+        return orders.groupBy(column).agg(F.sum("amount").alias("total"))
+
+
+def test_state_survives_a_restart(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        run.until_idle()
+        run.restart()
+        run.send(shop.orders, Order("a", "tea", 6, at(2)))
+        run.until_idle()
+        assert {k: v.total for k, v in entries(run, shop.app.tables["total"]).items()} == {
+            "tea": 11
+        }
+
+
+def test_a_changed_plan_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        run.until_idle()
+    changed = Shop()
+
+    @changed.app.derive_table(changed.orders, key="item")
+    def total(orders: DataFrame) -> DataFrame:
+        return orders.groupBy("item").agg(F.sum(F.col("amount") * 2).alias("total"))
+
+    with pytest.raises(PlanChangedError, match=r"(?s)what it keeps has changed.*penstock reset"):
+        AppTest(changed.app, tmp_path, spark).__enter__()
+
+
+def test_a_missing_checkpoint_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        run.until_idle()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(PlanChangedError, match=r"(?s)checkpoint is not in.*penstock reset"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
+def test_the_users_error_is_shown_not_sparks(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @F.udf("long")
+    def half(amount):  # type: ignore[no-untyped-def]
+        raise ZeroDivisionError("this is mine")
+
+    @shop.app.derive(shop.orders, key="user")
+    def halves(orders: DataFrame) -> DataFrame:
+        return orders.select("user", half("amount").alias("half"))
+
+    with AppTest(shop.app, tmp_path, spark, tries_max=1) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        failure = str(run.until_failed())
+    assert "ZeroDivisionError: this is mine" in failure
+    assert "test_apps.py" in failure
+    assert "py4j" not in failure.lower()
+    assert "pyspark" not in failure
+
+
+def test_a_wrong_column_is_found_before_anything_runs(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="user")
+    def wrong(orders: DataFrame) -> DataFrame:
+        return orders.select("nobody")
+
+    with pytest.raises(AppError, match=r"test_apps\.py:\d+: wrong: .*nobody"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
+def test_a_key_that_is_no_column(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="nobody")
+    def wrong(orders: DataFrame) -> DataFrame:
+        return orders.select("user")
+
+    with pytest.raises(AppError, match="has the key nobody, which is no column"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
+def test_columns_that_are_named_but_not_needed(spark: SparkSession, tmp_path: Path) -> None:
+    """Columns are left out where nobody looks at them; naming them still works."""
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="user")
+    def narrow(orders: DataFrame) -> DataFrame:
+        return orders.select("user", "item", "amount").select("user", "amount")
+
+    @shop.app.derive_table(shop.orders, key="user")
+    def sums(orders: DataFrame) -> DataFrame:
+        louder = orders.withColumn("loud", F.upper("item"))
+        return louder.groupBy("user").agg(F.sum("amount").alias("total"))
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("ada", "tea", 5, at(1)), Order("ada", "jam", 6, at(2)))
+        run.until_idle()
+        assert [(row.user, row.amount) for row in rows(run, narrow)] == [("ada", 5), ("ada", 6)]
+        assert entries(run, sums)["ada"].total == 11
+
+
+def test_columns_that_only_a_subquery_looks_at(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    limits = shop.app.table("limits", value=int)
+
+    @shop.app.derive(shop.orders, limits, key="user")
+    def small(orders: DataFrame, limits: DataFrame) -> DataFrame:
+        highest = limits.select(F.max("value")).scalar()
+        return orders.where(F.col("amount") <= highest).select("user", "amount")
+
+    with pytest.raises(AppError, match="keeps state, and reads table limits"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
+def test_a_join_that_would_tell_of_a_table_each_batch(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    names = shop.app.table("names", value=Customer)
+
+    @shop.app.derive(shop.orders, names, key="name")
+    def everyone(orders: DataFrame, names: DataFrame) -> DataFrame:
+        return names.join(orders, names.name == orders.user, "left").select("name", "amount")
+
+    with pytest.raises(AppError, match="join the other way round"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
+def test_a_stream_joined_with_itself_keeps_state(spark: SparkSession, tmp_path: Path) -> None:
+    """Columns that only one side looks at are there on both."""
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="user")
+    def pairs(orders: DataFrame) -> DataFrame:
+        one, other = orders.alias("one"), orders.alias("other")
+        same = F.col("one.user") == F.col("other.user")
+        later = F.col("one.amount") < F.col("other.amount")
+        return one.join(other, same & later).select(
+            "one.user",
+            F.col("one.amount").alias("first"),
+            F.col("other.amount").alias("second"),
+            F.col("other.item").alias("item"),
+        )
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("ada", "tea", 1, at(1)))
+        run.until_idle()
+        run.send(shop.orders, Order("ada", "jam", 2, at(2)))
+        run.until_idle()
+        assert [(row.first, row.second, row.item) for row in rows(run, pairs)] == [(1, 2, "jam")]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_sources_in_another_order_than_declared(
+    spark: SparkSession, tmp_path: Path, turned: bool
+) -> None:
+    def build(swap: bool) -> tuple[App, AppStream[Order], AppStream[Order], AppTable[object]]:
+        app = App("two")
+        first = app.stream("first", Order, key="user", time="at", partitions=2)
+        second = app.stream("second", Order, key="user", time="at")
+
+        @app.derive_table(first, second, key="user")
+        def sums(first: DataFrame, second: DataFrame) -> DataFrame:
+            both = second.union(first) if swap else first.union(second)
+            return both.groupBy("user").agg(F.sum("amount").alias("total"))
+
+        return app, first, second, sums
+
+    app, first, second, sums = build(True)
+    with AppTest(app, tmp_path, spark) as run:
+        run.send(first, *[Order("ada", "x", n, at(n)) for n in range(10)])
+        run.send(second, Order("ada", "y", 100, at(0)))
+        run.until_idle()
+        assert entries(run, sums)["ada"].total == 145
+        run.send(second, Order("ada", "y", 100, at(0)))
+        run.until_idle()
+        assert entries(run, sums)["ada"].total == 245
+    again = build(not turned)
+    if turned:
+        with pytest.raises(PlanChangedError, match="what it keeps has changed"):
+            AppTest(again[0], tmp_path, spark).__enter__()
+    else:
+        with AppTest(again[0], tmp_path, spark) as run:
+            run.send(again[1], Order("ada", "x", 5, at(20)))
+            run.until_idle()
+            assert entries(run, again[3])["ada"].total == 250
+
+
+def test_an_old_copy_of_a_checkpoint_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        run.until_idle()
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 6, at(2)))
+        run.until_idle()
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "copy").rename(tmp_path / "checkpoints")
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 7, at(3)))
+        assert "older than what the log holds" in str(run.until_failed())
+
+
+def test_state_must_come_out_the_same(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+    names = shop.app.table("names", value=Customer)
+
+    @shop.app.derive_table(shop.orders, names, key="city")
+    def cities(orders: DataFrame, names: DataFrame) -> DataFrame:
+        return orders.join(names.select("city")).groupBy("city").count()
+
+    with pytest.raises(AppError, match="keeps state, and reads table names"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+    other = Shop()
+
+    @other.app.derive_table(other.orders, key="user")
+    def marks(orders: DataFrame) -> DataFrame:
+        marked = orders.withColumn("mark", F.expr("uuid()"))
+        return marked.groupBy("user").agg(F.max("mark").alias("mark"))
+
+    with pytest.raises(AppError, match="something random"):
+        AppTest(other.app, tmp_path, spark).__enter__()
+
+
+def test_a_column_must_have_a_name(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.derive_table(shop.orders, key="user")
+    def total(orders: DataFrame) -> DataFrame:
+        return orders.groupBy("user").sum("amount")
+
+    with pytest.raises(AppError, match=r"the column 'sum\(amount\)'.*alias"):
+        AppTest(shop.app, tmp_path, spark).__enter__()
+
+
+def test_a_fenced_query_gives_up(spark: SparkSession, tmp_path: Path) -> None:
+    """Whoever comes later has it; the older one does not take it back."""
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="user")
+    def copies(orders: DataFrame) -> DataFrame:
+        return orders.select("user", "amount")
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        run.until_idle()
+        old = run.runner
+        run._start()
+        for n in range(3):
+            run.send(shop.orders, Order("a", "tea", n, at(n)))
+            run.until_idle()
+        while old.failure() is None:
+            run.send(shop.orders, Order("a", "tea", 9, at(9)))
+            run.until_idle()
+        old.stop()
+        count = len(run.events(shop.orders))
+        assert len(rows(run, copies)) == count
+        assert run.statuses()["copies"].state == "running"
+
+
+def test_a_stop_waits_for_the_batch_that_runs(spark: SparkSession, tmp_path: Path) -> None:
+    """What was begun is finished and committed, not thrown away."""
+    shop = Shop()
+
+    def slowly(amounts: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in amounts:
+            time.sleep(2)
+            yield batch
+
+    @shop.app.derive_table(shop.orders, key="item")
+    def total(orders: DataFrame) -> DataFrame:
+        slow = orders.select("item", "amount").mapInArrow(slowly, "item string, amount long")
+        return slow.groupBy("item").agg(F.sum("amount").alias("total"))
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        (query,) = [kept.query for kept in run.runner._kept]
+        assert isinstance(query, StatefulQuery)
+        run.until_idle()
+        run.send(shop.orders, Order("ada", "tea", 5, at(0)))
+        wait_until(lambda: query._is_busy, 60, "the batch")
+        run.runner.stop()
+        assert {k: v.total for k, v in entries(run, total).items()} == {"tea": 5}
+
+
+JAVA = """An error occurred while calling o5.collectToPython.
+: org.apache.spark.SparkException: Job aborted due to stage failure
+\tat org.apache.spark.scheduler.DAGScheduler.run(DAGScheduler.scala:1)
+Caused by: java.io.IOException: the stream is closed
+\tat java.base/java.io.ObjectInputStream.read(ObjectInputStream.java:1)
+"""
+
+
+def test_a_failure_of_spark_is_told_by_its_cause() -> None:
+    told = {
+        JAVA: "java.io.IOException: the stream is closed",
+        "\n".join(JAVA.splitlines()[:3]): (
+            "org.apache.spark.SparkException: Job aborted due to stage failure"
+        ),
+        "[SOME_CLASS] a plain error\nand more": "[SOME_CLASS] a plain error",
+        "": "RuntimeError",
+    }
+    for text, expected in told.items():
+        assert user_failure("total", RuntimeError(text)).error == expected
