@@ -83,7 +83,7 @@ def test_the_users_error_is_shown_not_sparks(spark: SparkSession, tmp_path: Path
         run.send(shop.orders, Order("a", "tea", 5, at(1)))
         failure = str(run.until_failed())
     assert "ZeroDivisionError: this is mine" in failure
-    assert "test_apps.py" in failure
+    assert Path(__file__).name in failure
     assert "py4j" not in failure.lower()
     assert "pyspark" not in failure
 
@@ -95,7 +95,7 @@ def test_a_wrong_column_is_found_before_anything_runs(spark: SparkSession, tmp_p
     def wrong(orders: DataFrame) -> DataFrame:
         return orders.select("nobody")
 
-    with pytest.raises(AppError, match=r"test_apps\.py:\d+: wrong: .*nobody"):
+    with pytest.raises(AppError, match=r"test_refusals\.py:\d+: wrong: .*nobody"):
         AppTest(shop.app, tmp_path, spark).__enter__()
 
 
