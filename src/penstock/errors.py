@@ -173,6 +173,19 @@ class LogFormatError(LogError):
     code = "log_format"
 
 
+class LogUnreachableError(LogError):
+    """The log's servers do not answer; nothing is known to have happened."""
+
+    code = "log_unreachable"
+    retriable = True
+
+
+class LogAccessError(LogError):
+    """The log's servers do not let this client in."""
+
+    code = "log_access"
+
+
 class OffsetGoneError(PenstockError):
     """Retention has removed the wanted offsets."""
 

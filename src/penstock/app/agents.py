@@ -286,7 +286,7 @@ class _Run:
     def _note_unacknowledged(self, rows: Sequence[_Row], context: Context | None) -> None:
         done = set() if context is None else context.acknowledged
         for row in rows:
-            place = (row.batch.partition, row.batch.first_offset + row.row)
+            place = (row.batch.partition, row.batch.offset_of(row.row))
             if place not in done:
                 self.unacknowledged.append((str(row.batch.stream.name), *place))
 
@@ -302,7 +302,7 @@ class _Run:
 
     def _failed(self, rows: Sequence[_Row], error: Exception) -> FailedError:
         row = rows[0]
-        offset = row.batch.first_offset + row.row
+        offset = row.batch.offset_of(row.row)
         place = f"{row.batch.stream.name}, partition {row.batch.partition}, offset {offset}"
         return self._failed_at(place, error)
 
@@ -322,7 +322,7 @@ class _Run:
             agent=self._agent.name,
             stream=str(row.batch.stream.name),
             partition=row.batch.partition,
-            offset=row.batch.first_offset + row.row,
+            offset=row.batch.offset_of(row.row),
             id=row.id,
             key=None if key is None else key.decode(errors="backslashreplace"),
             data=msgspec.json.encode(row.data, order="deterministic").decode()[:DEAD_CHARS_MAX],
@@ -381,7 +381,7 @@ def _distinct(keys: pa.Array) -> list[bytes]:
 
 def _again(row: _Row, agent: Agent) -> _Row:
     """The same event made anew: what the failed call did to its data is undone."""
-    offset = row.batch.first_offset + row.row
+    offset = row.batch.offset_of(row.row)
     event = next(iter(row.batch.sliced(offset, offset + 1).events(agent.signature.record)))
     return row._replace(data=event.data, event=None if row.event is None else event)
 

@@ -74,12 +74,13 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Batch:
-    """Consecutive events of one partition, as read from the log.
+    """Events of one partition that follow each other, as read from the log.
 
-    Holds what is stored; columns are made when asked for. Not changed by anyone.
+    Holds what is stored; columns are made when asked for. Not changed by anyone. `offsets` are
+    given where they have gaps.
     """
 
-    __slots__ = ("_stored", "first_offset", "partition", "runs", "stream")
+    __slots__ = ("_kept", "_offsets", "first_offset", "partition", "runs", "stream")
 
     def __init__(
         self,
@@ -88,24 +89,43 @@ class Batch:
         first_offset: int,
         stored: pa.RecordBatch,
         runs: Sequence[Run],
+        offsets: pa.Array | None = None,
     ) -> None:
         self.stream = stream
         self.partition = partition
         self.first_offset = first_offset
         self.runs = runs
-        self._stored = stored
+        self._kept = stored
+        self._offsets = offsets
+
+    @property
+    def _stored(self) -> pa.RecordBatch:
+        """Data and envelope; the data alone are also in `_kept`."""
+        return self._kept
 
     def __len__(self) -> int:
-        return int(self._stored.num_rows)
+        return int(self._kept.num_rows)
 
     def __repr__(self) -> str:
-        last = self.first_offset + len(self) - 1
+        last = self.next_offset - 1
         return f"<Batch {self.stream.name}/{self.partition} {self.first_offset}..{last}>"
 
     @property
     def next_offset(self) -> int:
         """Where reading goes on."""
+        if self._offsets is not None:
+            return int(self._offsets[-1].as_py()) + 1
         return self.first_offset + len(self)
+
+    def offsets(self) -> pa.Array:
+        """The offset of each event."""
+        if self._offsets is not None:
+            return self._offsets
+        return pc.add(counting(len(self)), self.first_offset)
+
+    def offset_of(self, row: int) -> int:
+        """The offset of the event in a row."""
+        return self.first_offset + row if self._offsets is None else int(self._offsets[row].as_py())
 
     @property
     def commit(self) -> int:
@@ -121,9 +141,14 @@ class Batch:
         start, end = max(start, self.first_offset), min(end, self.next_offset)
         if start == self.first_offset and end == self.next_offset:
             return self
-        stored = slice_stamped(self._stored, start - self.first_offset, end - start)
         first = bisect_right(self.runs, start, key=lambda run: run.offset) - 1
-        return Batch(self.stream, self.partition, start, stored, self.runs[first:])
+        at, count, offsets = start - self.first_offset, end - start, None
+        if self._offsets is not None:
+            at = int(pc.sum(pc.less(self._offsets, start)).as_py())
+            count = int(pc.sum(pc.less(self._offsets, end)).as_py()) - at
+            offsets = self._offsets.slice(at, count)
+        stored = slice_stamped(self._stored, at, count)
+        return Batch(self.stream, self.partition, start, stored, self.runs[first:], offsets)
 
     def keys(self) -> pa.Array:
         """The keys of the events."""
@@ -136,8 +161,8 @@ class Batch:
     def data(self) -> pa.RecordBatch:
         """The record's columns as stored, brought to the stream's present record."""
         record = self.stream.record
-        names = [name for name in self._stored.schema.names if not name.startswith("_")]
-        plain = self._stored.select(names)
+        names = [name for name in self._kept.schema.names if not name.startswith("_")]
+        plain = self._kept.select(names)
         if record is None:
             return plain
         schema = arrow_schema(record)
@@ -150,11 +175,14 @@ class Batch:
         data = self.data()
         if columns is None:
             columns = [*data.schema.names, *self.envelope_names()]
-        made = envelope(self._stored, [name for name in GIVEN if name in columns])
+        made = self._envelope([name for name in GIVEN if name in columns])
         fields = {**{f.name: f for f in data.schema}, **{f.name: f for f in ENVELOPE}}
         arrays = [self._column(name, data, made) for name in columns]
         schema = pa.schema([_as_field(fields, name, arrays[i]) for i, name in enumerate(columns)])
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _envelope(self, names: Sequence[str]) -> dict[str, pa.Array]:
+        return envelope(self._stored, names) if names else {}
 
     def envelope_names(self) -> list[str]:
         return [*ENVELOPE.names, *([DELETED] if self.stream.spec.table else [])]
@@ -166,7 +194,7 @@ class Batch:
         if name == "_partition":
             return pa.repeat(pa.scalar(self.partition, pa.int32()), rows)
         if name == "_offset":
-            return pc.add(counting(rows), self.first_offset)
+            return self.offsets()
         if name == DELETED:
             return self._deleted()
         index = data.schema.get_field_index(name)
@@ -178,10 +206,10 @@ class Batch:
         return data.column(index)
 
     def _deleted(self) -> pa.Array:
-        index = self._stored.schema.get_field_index(DELETED)
+        index = self._kept.schema.get_field_index(DELETED)
         if index < 0:
             return pa.repeat(pa.scalar(False), len(self))
-        return self._stored.column(index)
+        return self._kept.column(index)
 
     def explicit(self) -> pa.RecordBatch:
         """Every event in full, in the stream's present record, with nothing left to the stamp.
@@ -198,22 +226,22 @@ class Batch:
         With a `key`, only the events that have it; the others are not even decoded.
         """
         if key is None:
-            yield from self._events(record, range(self.first_offset, self.next_offset))
+            yield from self._events(record)
             return
         mask = pc.equal(keys_of(self._stored), key)
         rows = pc.indices_nonzero(mask.fill_null(False))
         if len(rows):
-            stored = numbered(self._stored).take(rows)
-            chosen = Batch(self.stream, self.partition, self.first_offset, stored, self.runs)
-            yield from chosen._events(record, [self.first_offset + r for r in rows.to_pylist()])
+            stored, offsets = numbered(self._stored).take(rows), self.offsets().take(rows)
+            first = offsets[0].as_py()
+            chosen = Batch(self.stream, self.partition, first, stored, self.runs, offsets)
+            yield from chosen._events(record)
 
-    def _events(
-        self, record: type[Record] | None, offsets: Sequence[int]
-    ) -> Iterator[Event[object]]:
+    def _events(self, record: type[Record] | None) -> Iterator[Event[object]]:
         made = envelope(self._stored, GIVEN)
         columns = [python_values(made[name]) for name in GIVEN]
         rows = cast(
-            Iterator[tuple[Any, ...]], zip(offsets, self.values(record), *columns, strict=True)
+            Iterator[tuple[Any, ...]],
+            zip(self.offsets().to_pylist(), self.values(record), *columns, strict=True),
         )
         name = str(self.stream.name)
         for offset, value, key, time, id_, type_, source, headers in rows:

@@ -1,7 +1,6 @@
 """Objects of a log (namespaces and streams) and the changes that make them.
 
-A change is data. `Log.apply` carries a list of them out as one; `resolve` is the part that
-is the same in every engine: whether a change is allowed, and what the stream is after it.
+A change is data. `Log.apply` carries a list of them out as one.
 """
 
 from __future__ import annotations
@@ -26,10 +25,13 @@ ACKS_ORDER: dict[Acks, int] = {"write": 0, "majority": 1, "all": 2}
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream gets that does not say: the log's options of the same names."""
+    """What a stream gets that does not say: the log's options of the same names.
+
+    Without `replication` it is 1, and on Kafka as many as there are brokers, at most 3.
+    """
 
     partitions: int = 1
-    replication: int = 1
+    replication: int | None = None
 
 
 class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):

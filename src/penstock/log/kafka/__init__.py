@@ -1,0 +1,1 @@
+"""The Kafka engine: streams as topics, commits as transactions."""

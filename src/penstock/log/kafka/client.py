@@ -1,0 +1,293 @@
+"""Clients of a Kafka cluster: how they are set up, what their errors mean, and asking it things.
+
+Every wait has a limit. What librdkafka prints goes to the logger `penstock.kafka`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from confluent_kafka import (
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._listoffsets import OffsetSpec
+
+from penstock.errors import (
+    LimitError,
+    LogAccessError,
+    LogError,
+    LogUnreachableError,
+    UsageError,
+)
+from penstock.log.names import StreamName
+
+T = TypeVar("T")
+_log = logging.getLogger("penstock.kafka")
+_log.addHandler(logging.NullHandler())
+
+_PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\[\]/]+):\d{1,5}")
+RETRY_PAUSE_S = 0.02
+
+#: the broker will know better in a moment: a topic was just made, or a leader just moved
+MOMENTARY = frozenset({
+    KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC,
+    KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR, KafkaError.REPLICA_NOT_AVAILABLE, KafkaError.NOT_CONTROLLER,
+    KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.UNKNOWN_TOPIC_ID,
+    KafkaError.OFFSET_NOT_AVAILABLE, KafkaError.CONCURRENT_TRANSACTIONS,
+})  # fmt: skip
+_UNREACHABLE = frozenset({
+    KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT,
+    KafkaError._TIMED_OUT_QUEUE, KafkaError._MSG_TIMED_OUT, KafkaError._RESOLVE,
+    KafkaError.REQUEST_TIMED_OUT, KafkaError.NETWORK_EXCEPTION, KafkaError.BROKER_NOT_AVAILABLE,
+    KafkaError.NOT_ENOUGH_REPLICAS, KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+})  # fmt: skip
+_REFUSED = frozenset({
+    KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED, KafkaError._SSL,
+    KafkaError.UNSUPPORTED_SASL_MECHANISM, KafkaError.ILLEGAL_SASL_STATE,
+    KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    KafkaError.SECURITY_DISABLED,
+})  # fmt: skip
+#: another producer has taken the transactional id since
+FENCED = frozenset({
+    KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED,
+    KafkaError.INVALID_PRODUCER_ID_MAPPING,
+})  # fmt: skip
+
+
+class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the Kafka engine, beside the limits.
+
+    `broker_timeout_ms` bounds every question to the cluster; `transaction_timeout_ms` is after
+    how long the cluster gives up the transaction of a process that died; `staged_retention_ms`
+    how long staged events are kept for their commit. `cache` is the folder in which tables are
+    materialised. `upkeep_interval_ms` is how often a process that commits sweeps what was staged
+    and never committed; 0 is never. Options with a dot in their name are librdkafka's own.
+    """
+
+    broker_timeout_ms: int = 30_000
+    transaction_timeout_ms: int = 60_000
+    staged_retention_ms: int = 3_600_000
+    upkeep_interval_ms: int = 10_000
+    cache: str | None = None
+
+
+class Address(msgspec.Struct, frozen=True):
+    """What a `kafka://` URL names: a cluster, and which of the logs in it."""
+
+    url: str
+    servers: str
+    prefix: str
+
+    @staticmethod
+    def parse(url: str) -> Address:
+        """`kafka://host:port,…/prefix`; raises `UsageError` that says what is wrong with it."""
+        parts = urlsplit(url)
+        servers = [server.strip() for server in parts.netloc.split(",")]
+        wrong = next((server for server in servers if not _ADDRESS.fullmatch(server)), None)
+        if wrong is not None:
+            raise UsageError(
+                f"{url!r} names no broker at {wrong!r}: write kafka://HOST:PORT, and several with "
+                "commas between"
+            )
+        prefix = parts.path.strip("/")
+        if (prefix and not _PREFIX.fullmatch(prefix)) or parts.query or parts.fragment:
+            raise UsageError(
+                f"{url!r} has more after the brokers than a prefix: that is 1 to 40 letters, "
+                "digits, - and _, which the topics of this log begin with"
+            )
+        return Address(url, ",".join(servers), prefix)
+
+    def topic(self, name: StreamName) -> str:
+        return self.own(f"{name.namespace}.{name.stream}")
+
+    def own(self, name: str) -> str:
+        """A name in the cluster that no other log has."""
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+
+class Cluster:
+    """Makes clients of one cluster and asks it for offsets. For any thread.
+
+    `settings` are librdkafka's options, as the user gave them.
+    """
+
+    def __init__(
+        self, address: Address, options: KafkaOptions, settings: Mapping[str, str | int | bool]
+    ) -> None:
+        self.address = address
+        self.options = options
+        self._settings = {name.removeprefix("kafka."): value for name, value in settings.items()}
+        self._last_error = ""
+        self._admin: AdminClient | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def timeout_s(self) -> float:
+        return self.options.broker_timeout_ms / 1000
+
+    # Clients
+
+    def producer(self, **settings: object) -> Producer:
+        return self._made(Producer, settings)
+
+    def consumer(self, **settings: object) -> Consumer:
+        """A consumer that belongs to no group, and is told when it reaches the end."""
+        fixed = {
+            "group.id": "penstock-none",
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "auto.offset.reset": "error",
+            "enable.partition.eof": True,
+            "isolation.level": "read_committed",
+            "fetch.error.backoff.ms": 20,
+            "fetch.queue.backoff.ms": 20,
+        }
+        return self._made(Consumer, {**fixed, **settings})
+
+    @property
+    def admin(self) -> AdminClient:
+        with self._lock:
+            if self._admin is None:
+                self._admin = self._made(AdminClient, {})
+            return self._admin
+
+    def _made(self, kind: Callable[..., T], settings: Mapping[str, object]) -> T:
+        chosen = {
+            "bootstrap.servers": self.address.servers,
+            "client.id": "penstock",
+            "reconnect.backoff.ms": 20,
+            "reconnect.backoff.max.ms": 1000,
+            "topic.metadata.refresh.fast.interval.ms": 20,
+            "retry.backoff.ms": 20,
+            **settings,
+            **self._settings,
+            "error_cb": self._on_error,
+        }
+        try:
+            return kind(chosen, logger=_log)
+        except KafkaException as error:
+            raise UsageError(
+                f"librdkafka does not take these options: {error.args[0].str()}"
+            ) from None
+
+    def _on_error(self, error: KafkaError) -> None:
+        self._last_error = error.str()
+
+    # Errors
+
+    def translated(self, error: KafkaException | KafkaError, doing: str) -> Exception:
+        """Our error for one of librdkafka's; `doing` says what did not happen."""
+        found: KafkaError = error.args[0] if isinstance(error, KafkaException) else error
+        said = found.str()
+        code = found.code()
+        if code in _REFUSED or _is_refusal(self._last_error):
+            return LogAccessError(
+                f"{self.address.servers} does not let this client in ({doing}): "
+                f"{self._last_error or said}; see the options security.protocol, sasl.* and ssl.*"
+            )
+        if code in _UNREACHABLE:
+            detail = f": {self._last_error}" if self._last_error else ""
+            return LogUnreachableError(
+                f"Kafka at {self.address.servers} did not answer in time ({doing}): {said}{detail}"
+            )
+        if code in (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE):
+            return LimitError(f"{doing}: Kafka takes no message of this size (max.message.bytes)")
+        return LogError(f"{doing}: Kafka says {said}")
+
+    def asked(self, doing: str, question: Callable[[float], T]) -> T:
+        """The answer to a question; asked again while the cluster is busy with itself."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return question(max(0.1, deadline - time.monotonic()))
+            except KafkaException as error:
+                if error.args[0].code() not in MOMENTARY or time.monotonic() > deadline:
+                    raise self.translated(error, doing) from error
+                time.sleep(RETRY_PAUSE_S)
+
+    # Questions
+
+    def id(self) -> str:
+        """The cluster's own id; the first thing to ask, since it needs nothing but a broker."""
+        found = self.asked(
+            "looking for the cluster", lambda left: self.admin.list_topics(timeout=left)
+        )
+        return str(found.cluster_id)
+
+    def topics(self) -> dict[str, int]:
+        """All topics with their numbers of partitions."""
+        found = self.asked("listing topics", lambda left: self.admin.list_topics(timeout=left))
+        return {name: len(topic.partitions) for name, topic in found.topics.items()}
+
+    def ends(
+        self, partitions: Sequence[tuple[str, int]], *, committed: bool
+    ) -> dict[tuple[str, int], int]:
+        """The offset after the last event: the last committed one, or the very last."""
+        level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        return self._offsets(partitions, OffsetSpec.latest(), level)
+
+    def firsts(self, partitions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        level = IsolationLevel.READ_UNCOMMITTED
+        return self._offsets(partitions, OffsetSpec.earliest(), level)
+
+    def offset_at(self, topic: str, partition: int, time_ms: int) -> int | None:
+        """The first offset with a timestamp of `time_ms` or later; `None` if there is none."""
+        spec = OffsetSpec.for_timestamp(time_ms)
+        level = IsolationLevel.READ_UNCOMMITTED
+        found = self._offsets([(topic, partition)], spec, level)[topic, partition]
+        return None if found < 0 else found
+
+    def _offsets(
+        self, partitions: Sequence[tuple[str, int]], spec: OffsetSpec, level: IsolationLevel
+    ) -> dict[tuple[str, int], int]:
+        if not partitions:
+            return {}
+
+        def ask(left: float) -> dict[tuple[str, int], int]:
+            wanted = {TopicPartition(*place): spec for place in partitions}
+            asked = self.admin.list_offsets(wanted, isolation_level=level, request_timeout=left)
+            return {
+                (place.topic, place.partition): answer.result(left).offset
+                for place, answer in asked.items()
+            }
+
+        return self.asked(f"asking for offsets of {partitions[0][0]}", ask)
+
+    def done(self, doing: str, asked: Mapping[Any, Future[Any]]) -> None:
+        """Wait for what an administrator's request asked for."""
+        for future in asked.values():
+            try:
+                future.result(self.timeout_s)
+            except KafkaException as error:
+                raise self.translated(error, doing) from error
+            except TimeoutError:
+                raise LogUnreachableError(
+                    f"Kafka at {self.address.servers} did not answer in time ({doing})"
+                ) from None
+
+
+def _is_refusal(said: str) -> bool:
+    words = ("SASL auth", "SSL handshake", "authenticat", "certificate")
+    return any(word in said for word in words)
+
+
+def code_of(error: KafkaException) -> int:
+    return int(error.args[0].code())

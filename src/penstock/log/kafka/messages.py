@@ -1,0 +1,328 @@
+"""Events as Kafka messages: CloudEvents in binary mode, so that any client can read and write them.
+
+The value is the data as JSON (or bytes), the key the event's key, the envelope is in headers
+`ce_…`. A message of somebody else, without these, is an event too: its envelope follows from
+the message itself.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, cast
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
+
+from penstock.errors import DamagedError
+from penstock.log.batch import Batch, Run
+from penstock.log.objects import Stream
+from penstock.records.arrow import UTC_MICROSECONDS, arrow_schema, nullable
+from penstock.records.cloudevents import BINARY, JSON, SPEC_VERSION
+from penstock.records.documents import from_documents, to_documents
+from penstock.records.event import (
+    DATA,
+    DELETED,
+    ENVELOPE,
+    GIVEN,
+    Stamp,
+    data_columns,
+    envelope,
+    from_microseconds,
+    stamp_of,
+    stamped,
+)
+
+_CONTENT = "content-type"
+_PREFIX = "ce_"
+#: attributes that are columns of their own, or say nothing
+_OWN = frozenset({"ce_specversion", "ce_id", "ce_type", "ce_source", "ce_time", _CONTENT})
+Headers = list[tuple[str, str | bytes | None]]
+Found = Sequence[dict[str, bytes]]
+
+
+class Encoded(NamedTuple):
+    """Events of one partition, ready to be sent; headers are made one by one."""
+
+    rows: int
+    keys: Sequence[bytes | None]
+    values: Sequence[bytes | None]
+    headers: Callable[[], Iterator[Headers]]
+
+
+def encode(stream: Stream, batch: pa.RecordBatch) -> Encoded:
+    """The messages of a stamped batch."""
+    names = [name for name in GIVEN if name != "_time" or not follows_from_data(batch)]
+    columns = envelope(batch, names)
+    return Encoded(
+        batch.num_rows,
+        columns["_key"].to_pylist(),
+        _values(stream, batch),
+        lambda: _headers(stream, batch, columns),
+    )
+
+
+def follows_from_data(batch: pa.RecordBatch) -> bool:
+    """Whether the time of the events is a field of theirs, and need not be said again."""
+    field = stamp_of(batch).time_field
+    if field is None or "_time" in batch.schema.names:
+        return False
+    return bool(batch.column(field).null_count == 0)
+
+
+def _values(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
+    plain = data_columns(batch)
+    if stream.record is None:
+        documents = plain.column(DATA).cast(pa.binary())
+    else:
+        documents = to_documents(plain, stream.record)
+    if DELETED in batch.schema.names:
+        documents = pc.if_else(batch.column(DELETED), pa.scalar(None, pa.binary()), documents)
+    found: list[bytes | None] = documents.to_pylist()
+    return found
+
+
+def _headers(
+    stream: Stream, batch: pa.RecordBatch, columns: dict[str, pa.Array]
+) -> Iterator[Headers]:
+    content = BINARY if stream.spec.content == "bytes" else JSON
+    same: Headers = [("ce_specversion", SPEC_VERSION), (_CONTENT, content)]
+    changing: list[tuple[str, list[str]]] = [("ce_id", columns["_id"].to_pylist())]
+    for name in ("_type", "_source"):
+        if name in batch.schema.names:
+            changing.append((f"ce{name}", columns[name].to_pylist()))
+        else:
+            same.append((f"ce{name}", getattr(stamp_of(batch), name.removeprefix("_"))))
+    if "_time" in batch.schema.names:
+        changing.append(("ce_time", _iso(columns["_time"])))
+    elif "_time" in columns:
+        time = from_microseconds(stamp_of(batch).time_us)
+        same.append(("ce_time", time.isoformat().replace("+00:00", "Z")))
+    if columns["_headers"].null_count == batch.num_rows and len(changing) == 1:
+        for id_ in changing[0][1]:
+            yield [*same, ("ce_id", id_)]
+        return
+    names = [name for name, _ in changing]
+    extra = columns["_headers"].to_pylist()
+    for given, *values in zip(extra, *(column for _, column in changing), strict=True):
+        more = [(f"{_PREFIX}{name}", value) for name, value in given or ()]
+        yield [*same, *zip(names, values, strict=True), *more]
+
+
+def _iso(times: pa.Array) -> list[str]:
+    texts = times.cast(pa.timestamp("us")).cast(pa.string())
+    return [f"{text.replace(' ', 'T')}Z" for text in texts.to_pylist()]
+
+
+class MessageBatch(Batch):
+    """Messages as a batch: data is decoded at once, the envelope when somebody asks for it."""
+
+    __slots__ = ("_full", "_messages")
+
+    def __init__(
+        self, stream: Stream, messages: Sequence[Message], plain: pa.RecordBatch, offsets: pa.Array
+    ) -> None:
+        first, partition = offset_of(messages[0]), int(messages[0].partition() or 0)
+        runs = (Run(first, 0, appended_us(messages[0])),)
+        super().__init__(stream, partition, first, plain, runs, offsets)
+        self._messages = messages
+        self._full: pa.RecordBatch | None = None
+
+    @property
+    def _stored(self) -> pa.RecordBatch:
+        if self._full is None:
+            self._full = _with_envelope(self.stream, self._messages, self._kept)
+        return self._full
+
+    def keys(self) -> pa.Array:
+        return pa.array([message.key() for message in self._messages], pa.binary())
+
+    def _envelope(self, names: Sequence[str]) -> dict[str, pa.Array]:
+        if list(names) == ["_key"]:
+            return {"_key": self.keys()}
+        return super()._envelope(names)
+
+    def sliced(self, start: int, end: int) -> Batch:
+        offsets = self.offsets()
+        at = int(pc.sum(pc.less(offsets, start)).as_py())
+        count = int(pc.sum(pc.less(offsets, end)).as_py()) - at
+        return MessageBatch(
+            self.stream, self._messages[at : at + count], self._kept.slice(at, count),
+            offsets.slice(at, count),
+        )  # fmt: skip
+
+
+def decode(stream: Stream, messages: Sequence[Message]) -> Iterator[Batch | DamagedError]:
+    """The events of messages of one partition; an error in the place of what cannot be read."""
+    values = [message.value() for message in messages]
+    offsets = pa.array([message.offset() for message in messages], pa.int64())
+    if stream.record is None:
+        plain, wrong = _untyped(stream, values)
+    else:
+        plain, wrong = from_documents(values, stream.record)
+        if not stream.spec.table:
+            wrong += [(row, "it has no value") for row, v in enumerate(values) if v is None]
+    if not wrong:
+        yield MessageBatch(stream, messages, _with_deleted(stream, plain, values), offsets)
+        return
+    yield from _around(stream, messages, sorted(dict(wrong).items()))
+
+
+def _around(
+    stream: Stream, messages: Sequence[Message], wrong: Sequence[tuple[int, str]]
+) -> Iterator[Batch | DamagedError]:
+    """The good messages between the bad ones, and an error for each of these, in order."""
+    at = 0
+    for row, reason in wrong:
+        if row > at:
+            yield from decode(stream, messages[at:row])
+        offset, partition = offset_of(messages[row]), int(messages[row].partition() or 0)
+        yield DamagedError(
+            f"stream {stream.name}, partition {partition}: the message at offset {offset} is no "
+            f"{stream.type}: {reason}",
+            str(stream.name), partition, offset, offset,
+        )  # fmt: skip
+        at = row + 1
+    if at < len(messages):
+        yield from decode(stream, messages[at:])
+
+
+def _untyped(
+    stream: Stream, values: Sequence[bytes | None]
+) -> tuple[pa.RecordBatch, list[tuple[int, str]]]:
+    """JSON or bytes as they are; what should be JSON and is not is told of."""
+    if stream.spec.content == "bytes":
+        return pa.record_batch({DATA: pa.array(values, pa.binary())}), []
+    wrong: list[tuple[int, str]] = []
+    if not _are_json([value for value in values if value is not None]):
+        wrong = [(row, why) for row, value in enumerate(values) if (why := _why_no_json(value))]
+    if not stream.spec.table:
+        wrong += [(row, "it has no value") for row, value in enumerate(values) if value is None]
+    kept = values if not wrong else [None] * len(values)
+    return pa.record_batch({DATA: pa.array(kept, pa.binary()).cast(pa.string())}), wrong
+
+
+def _are_json(values: Sequence[bytes]) -> bool:
+    try:
+        found = msgspec.json.decode(b"[" + b",".join(values) + b"]", type=list[msgspec.Raw])
+        pa.array(values, pa.binary()).cast(pa.string())
+    except (msgspec.DecodeError, UnicodeDecodeError, pa.ArrowInvalid):
+        return False
+    return len(found) == len(values)
+
+
+def _why_no_json(value: bytes | None) -> str:
+    try:
+        if value is not None:
+            value.decode()
+            msgspec.json.decode(value, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return str(error)
+    return ""
+
+
+def _with_deleted(
+    stream: Stream, plain: pa.RecordBatch, values: Sequence[bytes | None]
+) -> pa.RecordBatch:
+    if stream.record is not None and stream.spec.table:
+        wanted = nullable(arrow_schema(stream.record))
+        plain = pa.RecordBatch.from_arrays(plain.columns, schema=wanted)
+    if not stream.spec.table or None not in values:
+        return plain
+    return plain.append_column(
+        pa.field(DELETED, pa.bool_()), pa.array([value is None for value in values])
+    )
+
+
+def offset_of(message: Message) -> int:
+    offset = message.offset()
+    assert offset is not None  # noqa: S101  a message that was read has one
+    return offset
+
+
+def appended_us(message: Message) -> int:
+    kind, time_ms = message.timestamp()
+    return 0 if kind == TIMESTAMP_NOT_AVAILABLE else time_ms * 1000
+
+
+def _with_envelope(
+    stream: Stream, messages: Sequence[Message], plain: pa.RecordBatch
+) -> pa.RecordBatch:
+    """The data with every envelope column written out beside it."""
+    found = [cast(dict[str, bytes], dict(message.headers() or ())) for message in messages]
+    columns = {
+        "_key": pa.array([message.key() for message in messages], pa.binary()),
+        "_time": _times(stream, messages, plain, found),
+        "_id": _texts(found, "ce_id", [_place(message) for message in messages]),
+        "_type": _texts(found, "ce_type", [stream.type] * len(messages)),
+        "_source": _texts(found, "ce_source", [str(stream.name)] * len(messages)),
+        "_headers": _extensions(found),
+    }
+    arrays, fields = list(plain.columns), list(plain.schema)
+    for name, column in columns.items():
+        arrays.append(column)
+        fields.append(pa.field(name, column.type))
+    stamp = Stamp(id_prefix="", time_us=0, type=stream.type, source=str(stream.name))
+    return stamped(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)), stamp)
+
+
+def _place(message: Message) -> str:
+    """What names a message that has no id: nothing else has this place."""
+    return f"{message.topic()}-{message.partition()}-{message.offset()}"
+
+
+def _texts(found: Found, name: str, otherwise: Sequence[str]) -> pa.Array:
+    given = pa.array([headers.get(name) for headers in found], pa.binary())
+    try:
+        texts = given.cast(pa.string())
+    except pa.ArrowInvalid:  # not UTF-8, so not by the book
+        texts = pa.array([None if v is None else v.decode("utf-8", "replace")
+                          for v in given.to_pylist()], pa.string())  # fmt: skip
+    return texts if not texts.null_count else pc.coalesce(texts, pa.array(otherwise, pa.string()))
+
+
+def _times(
+    stream: Stream, messages: Sequence[Message], plain: pa.RecordBatch, found: Found
+) -> pa.Array:
+    """What the header says; else the field that is the time; else when it was appended."""
+    given = [headers.get("ce_time") for headers in found]
+    said = pa.nulls(len(found), UTC_MICROSECONDS)
+    if any(given):
+        try:
+            said = pa.array(given, pa.binary()).cast(pa.string()).cast(UTC_MICROSECONDS)
+        except pa.ArrowInvalid:
+            said = pa.array([_moment(text) for text in given], UTC_MICROSECONDS)
+    if not said.null_count:
+        return said
+    appended = pa.array([appended_us(message) for message in messages], pa.int64())
+    field = stream.spec.time
+    if field is not None and field in plain.schema.names:
+        said = pc.coalesce(said, plain.column(field))
+    return pc.coalesce(said, appended.cast(UTC_MICROSECONDS))
+
+
+def _moment(text: bytes | None) -> object:
+    try:
+        return None if text is None else msgspec.convert(text.decode(), type=dt.datetime)
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        return None
+
+
+def _extensions(found: Found) -> pa.Array:
+    """Whatever else is in the headers and is text, without the prefix."""
+    kind = ENVELOPE.field("_headers").type
+    if all(len(headers) <= len(_OWN) and headers.keys() <= _OWN for headers in found):
+        return pa.nulls(len(found), kind)
+    made: list[list[tuple[str, str]] | None] = []
+    for headers in found:
+        more = []
+        for name, value in headers.items():
+            if name not in _OWN and value is not None:
+                try:
+                    more.append((name.removeprefix(_PREFIX), value.decode()))
+                except UnicodeDecodeError:
+                    continue
+        made.append(more or None)
+    return pa.array(made, kind)

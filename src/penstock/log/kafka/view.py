@@ -1,0 +1,122 @@
+"""A compacted topic as a mapping: the latest value of each key, as of now.
+
+Only our own transactions write such a topic. Reading waits for the transactions that are under
+way, so that what a predecessor committed is always seen: it reads up to the end of what was
+written, not of what is known to be committed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+
+from penstock.errors import ClosedError, LogUnreachableError
+from penstock.log.kafka.client import MOMENTARY, Cluster
+from penstock.log.kafka.messages import offset_of
+
+Apply = Callable[[str, bytes | None, int], None]
+"""Told of each key with its value (`None`: it is gone) and the offset that says so."""
+POLL_S = 0.2
+MESSAGES = 5000
+_SETTINGS = {"fetch.wait.max.ms": 5, "queued.min.messages": 10_000}
+
+
+class View:
+    """Follows some partitions of one topic. For any thread; one reads at a time."""
+
+    def __init__(self, cluster: Cluster, topic: str, apply: Apply) -> None:
+        self._cluster = cluster
+        self._topic = topic
+        self._apply = apply
+        self._consumer: Consumer | None = None
+        self._next: dict[int, int] = {}
+        self._closed = False
+        self.lock = threading.RLock()
+        """Held while `apply` is called: hold it to see values that belong together."""
+
+    def catch_up(self, *partitions: int) -> None:
+        """Read what is in these partitions now, and wait for transactions that began before.
+
+        Raises `LogUnreachableError` where that does not end in time.
+        """
+        places = [(self._topic, p) for p in partitions]
+        settled = self._cluster.ends(places, committed=True)
+        ends = self._cluster.ends(places, committed=False)
+        with self.lock:
+            if self._closed:
+                raise ClosedError("this log is closed")
+            wanted = {p: end for (_, p), end in ends.items() if end > self._next.get(p, 0)}
+            if not wanted:
+                return
+            # Where nothing is under way, the last record is the mark of a commit.
+            marked = {p for (_, p), end in ends.items() if settled[self._topic, p] == end}
+            self._read(self._opened(list(wanted)), wanted, marked)
+
+    def _opened(self, partitions: list[int]) -> Consumer:
+        """The consumer, reading these partitions from where they were left."""
+        if self._consumer is None:
+            self._consumer = self._cluster.consumer(**_SETTINGS)
+        new = [p for p in partitions if p not in self._next]
+        if new:
+            self._consumer.incremental_assign([TopicPartition(self._topic, p, 0) for p in new])
+        known = [TopicPartition(self._topic, p, self._next[p]) for p in partitions if p not in new]
+        if known:
+            self._consumer.resume(known)
+            for place in known:
+                self._consumer.seek(place)
+        self._next.update(dict.fromkeys(new, 0))
+        return self._consumer
+
+    def _read(self, consumer: Consumer, wanted: dict[int, int], marked: set[int]) -> None:
+        deadline = time.monotonic() + self._cluster.timeout_s
+        try:
+            while wanted:
+                first = consumer.poll(POLL_S)
+                found = [] if first is None else [first, *consumer.consume(MESSAGES, 0)]
+                for message in found:
+                    self._take(message)
+                for partition, end in list(wanted.items()):
+                    reached = self._next[partition]
+                    if reached >= end or (reached == end - 1 and partition in marked):
+                        self._next[partition] = end
+                        del wanted[partition]
+                if time.monotonic() > deadline:
+                    raise LogUnreachableError(
+                        f"{self._topic} could not be read to its end within "
+                        f"{self._cluster.timeout_s:.0f} s: a transaction is under way that does "
+                        "not end, or no broker leads it"
+                    )
+        finally:
+            consumer.pause([TopicPartition(self._topic, p) for p in self._next])
+
+    def _take(self, message: Message) -> None:
+        partition, error = int(message.partition() or 0), message.error()
+        if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:
+                self._next[partition] = max(self._next[partition], offset_of(message))
+                return
+            if error.code() in MOMENTARY or error.retriable():
+                return
+            raise self._cluster.translated(error, f"reading {self._topic}")
+        offset = offset_of(message)
+        if offset < self._next[partition]:
+            return  # fetched before the seek
+        key = message.key()
+        if key is not None:
+            text = key.decode() if isinstance(key, bytes) else key
+            self._apply(text, _bytes(message.value()), offset)
+        self._next[partition] = offset + 1
+
+    def close(self) -> None:
+        with self.lock:
+            self._closed = True
+            if self._consumer is not None:
+                self._consumer.close()
+                self._consumer = None
+
+
+def _bytes(value: bytes | str | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value

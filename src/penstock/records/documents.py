@@ -1,0 +1,204 @@
+"""Records as JSON documents, by the column: what travels where others must be able to read it.
+
+Columns of plain types are turned into text, and back, by Arrow itself; the others go through
+msgspec. Both write and read the same documents.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json
+
+from penstock.errors import RecordError
+from penstock.records.arrow import (
+    RecordCodec,
+    arrow_schema,
+    check_column,
+    codec_of_schema,
+    nullable,
+    python_values,
+)
+from penstock.records.schema import (
+    Choice,
+    Digits,
+    Maybe,
+    Record,
+    Scalar,
+    Schema,
+    Type,
+    record_type,
+)
+
+_NEEDS_ESCAPE = r'["\\\x00-\x1f]'
+_NOT_FINITE = {"nan": '"NaN"', "inf": '"Infinity"', "-inf": '"-Infinity"'}
+_NAMED = re.compile(rb'"(NaN|-?Infinity)"')
+_encoder = msgspec.json.Encoder()
+_READ_KINDS = ("bool", "int", "float", "str", "datetime", "naive_datetime", "date", "uuid")
+
+
+class Documents(NamedTuple):
+    """What documents hold: the columns of the good ones, and what is wrong with the others."""
+
+    rows: pa.RecordBatch
+    wrong: list[tuple[int, str]]
+
+
+def to_documents(batch: pa.RecordBatch, schema: Schema) -> pa.Array:
+    """One JSON document for each row, as bytes; a field that is not in the batch is left out."""
+    joined: list[object] = []
+    for field in schema.fields:
+        index = batch.schema.get_field_index(field.name)
+        if index < 0:
+            continue
+        start = "{" if not joined else ","
+        joined += [f"{start}{_encoder.encode(field.name).decode()}:"]
+        joined += [_texts(batch.column(index), field.type).fill_null("null")]
+    if not joined:
+        return pa.repeat(pa.scalar(b"{}"), batch.num_rows)
+    return pc.binary_join_element_wise(*joined, "}", "").cast(pa.binary())
+
+
+def _texts(column: pa.Array, type_: Type) -> pa.Array:
+    """A column as JSON texts; nulls stay nulls."""
+    inner = type_.of if isinstance(type_, Maybe) else type_
+    match inner:
+        case Scalar(kind="bool" | "int") | Choice(of_text=False):
+            return column.cast(pa.string())
+        case Scalar(kind="float"):
+            return _numbers(column)
+        case Scalar(kind="datetime"):
+            return _quoted(_moments(column), "Z")
+        case Scalar(kind="naive_datetime"):
+            return _quoted(_moments(column))
+        case Scalar(kind="date"):
+            return _quoted(column.cast(pa.string()))
+        case Digits():
+            return _quoted(column.cast(pa.string()))
+        case Scalar(kind="str" | "uuid") | Choice():
+            if not pc.any(pc.match_substring_regex(column, _NEEDS_ESCAPE)).as_py():
+                return _quoted(column)
+    made = [None if value is None else _encoder.encode(value) for value in python_values(column)]
+    return pa.array(made, pa.binary()).cast(pa.string())
+
+
+def _quoted(texts: pa.Array, suffix: str = "") -> pa.Array:
+    return pc.binary_join_element_wise('"', texts, f'{suffix}"', "")
+
+
+def _moments(column: pa.Array) -> pa.Array:
+    texts = column.cast(pa.timestamp("us")).cast(pa.string())
+    return pc.replace_substring(texts, " ", "T", max_replacements=1)
+
+
+def _numbers(column: pa.Array) -> pa.Array:
+    """JSON has no NaN and no infinity; they are written as their names, in quotes."""
+    texts = column.cast(pa.string())
+    if pc.all(pc.is_finite(column)).as_py() is not False:
+        return texts
+    found = [None if t is None else _NOT_FINITE.get(t, t) for t in texts.to_pylist()]
+    return pa.array(found, pa.string())
+
+
+def from_documents(values: Sequence[bytes | None], schema: Schema) -> Documents:
+    """The columns of documents. Those that are no such record are left out, and told of.
+
+    A `None` is a row of nulls: an entry that was deleted.
+    """
+    if None not in values:
+        rows = _by_column(cast(Sequence[bytes], values), schema) if _is_plain(schema) else None
+        if rows is None:
+            rows = _by_record(values, schema)
+        if rows is not None:
+            return Documents(rows, [])
+    return _one_by_one(values, schema)
+
+
+@functools.cache
+def _is_plain(schema: Schema) -> bool:
+    """Whether Arrow's own reader understands every field as msgspec does."""
+    kinds = [f.type.of if isinstance(f.type, Maybe) else f.type for f in schema.fields]
+    return all(
+        isinstance(kind, Choice) or (isinstance(kind, Scalar) and kind.kind in _READ_KINDS)
+        for kind in kinds
+    )
+
+
+def _by_column(values: Sequence[bytes], schema: Schema) -> pa.RecordBatch | None:
+    """What Arrow's reader makes of them; `None` where it is not sure."""
+    wanted = arrow_schema(schema)
+    text = b"\n".join(values)
+    options = pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1)
+    parsing = pyarrow.json.ParseOptions(
+        explicit_schema=nullable(wanted), unexpected_field_behavior="ignore"
+    )
+    try:
+        table = pyarrow.json.read_json(pa.BufferReader(text), options, parsing)
+        if table.num_rows != len(values):
+            return None
+        columns = [table.column(name).combine_chunks() for name in wanted.names]
+        for column, field in zip(columns, schema.fields, strict=True):
+            check_column(column, field.type, field.name)
+    except (pa.ArrowException, RecordError):
+        return None
+    return pa.RecordBatch.from_arrays(columns, schema=wanted)
+
+
+def _by_record(values: Sequence[bytes | None], schema: Schema) -> pa.RecordBatch | None:
+    try:
+        text = b"[" + b",".join(cast(Sequence[bytes], values)) + b"]"
+        records = _decoder(schema).decode(text)
+        if len(records) != len(values):
+            return None
+        return codec_of_schema(schema).to_arrow(records)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecordError):
+        return None
+
+
+def _one_by_one(values: Sequence[bytes | None], schema: Schema) -> Documents:
+    codec = codec_of_schema(schema)
+    kind = record_type(schema, strict=False)
+    exact, lenient = msgspec.json.Decoder(kind), msgspec.json.Decoder(kind, strict=False)
+    found: list[tuple[int, Record | None]] = []
+    wrong: list[tuple[int, str]] = []
+    for row, value in enumerate(values):
+        try:
+            # Only the lenient one knows the names of what is no number.
+            decoder = lenient if value and _NAMED.search(value) else exact
+            found.append((row, None if value is None else decoder.decode(value)))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            wrong.append((row, str(error)))
+    try:
+        return Documents(codec.to_arrow([record for _, record in found]), wrong)
+    except RecordError:
+        fitting, others = _that_fit(codec, found)
+        return Documents(codec.to_arrow(fitting), sorted(wrong + others))
+
+
+def _that_fit(
+    codec: RecordCodec, found: Sequence[tuple[int, Record | None]]
+) -> tuple[list[Record | None], list[tuple[int, str]]]:
+    """Records whose values Arrow can hold, and what is wrong with the others."""
+    fitting: list[Record | None] = []
+    wrong: list[tuple[int, str]] = []
+    for row, record in found:
+        try:
+            codec.to_arrow([record])
+            fitting.append(record)
+        except RecordError as error:
+            wrong.append((row, str(error)))
+    return fitting, wrong
+
+
+@functools.cache
+def _decoder(schema: Schema) -> msgspec.json.Decoder[list[Record]]:
+    """Of many documents at once; a field that was added later is `None` in older ones."""
+    kind = types.GenericAlias(list, (record_type(schema, strict=False),))
+    return cast(msgspec.json.Decoder[list[Record]], msgspec.json.Decoder(kind))
