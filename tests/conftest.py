@@ -1,11 +1,34 @@
-"""What all tests share: the report of checklist rows."""
+"""What all tests share: the report of checklist rows, and a broker."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from penstock.testing.brokers import Brokers, BrokersError, jars
 from penstock.testing.rows import RowPlugin
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RowPlugin(), "penstock-rows")
+
+
+@pytest.fixture(scope="session")
+def kafka_jars() -> Path:
+    """Kafka itself; where it cannot be had, tests are skipped, and in CI they fail."""
+    try:
+        return jars()
+    except BrokersError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"NO KAFKA, NOTHING OF IT IS TESTED: {error}")
+
+
+@pytest.fixture(scope="session")
+def broker(kafka_jars: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
+    """One broker for all tests that need no more."""
+    with Brokers(1, tmp_path_factory.mktemp("kafka")) as brokers:
+        yield brokers

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.log import open_log
 from penstock.log.api import Log
-from penstock.testing.contract import Harness, LogContract
+from penstock.testing.contract import Harness, LogContract, commit_as, create, orders
 
 
 class EmbeddedHarness:
@@ -29,3 +29,11 @@ class TestEmbedded(LogContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Harness:
         return EmbeddedHarness(tmp_path / "log.db")
+
+    def test_upkeep_merges_small_batches(self, log: Log) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        for n in range(40):
+            commit_as(log, holder, n, "s", [n])
+        assert log.maintain().batches_merged > 0
+        assert [e.data.amount for e in orders(log, "s")] == list(range(40))

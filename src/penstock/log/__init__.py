@@ -22,30 +22,60 @@ def open_log(
 ) -> Log:
     """Open the log that `url` names; use it in a `with` statement, or close it.
 
-    A path is an embedded log, made if it is not there unless `create` is false. Options are
-    the fields of `Limits`, `Defaults` and of the engine's own options, by name.
+    A path is an embedded log, `kafka://host:port,…` one in a Kafka cluster; made if it is not
+    there, unless `create` is false. Options are the fields of `Limits`, `Defaults` and of the
+    engine's own options, by name; on Kafka also librdkafka's, such as `security.protocol`.
     """
     if not isinstance(url, str | Path) or not str(url):
         raise UsageError(f"a log is named by a path or URL, not by {url!r}")
     text = str(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
-    if scheme not in ("", "file"):
+    if scheme not in ("", "file", "kafka"):
         raise UsageError(
-            f"{text!r} has the scheme {scheme!r}; this version opens embedded logs: give a path, "
-            "such as penstock.db"
+            f"{text!r} has the scheme {scheme!r}; a log is a path, such as penstock.db, or "
+            "kafka://HOST:PORT"
         )
     limits, rest = _take(Limits, dict(options))
     defaults, rest = _take(Defaults, rest)
+    if scheme == "kafka":
+        return _open_kafka(text, create, limits, defaults, rest)
     own, rest = _take(SqliteOptions, rest)
-    if rest:
-        known = [*Limits.__struct_fields__, *Defaults.__struct_fields__]
-        known += SqliteOptions.__struct_fields__
-        raise UsageError(
-            f"there is no log option {next(iter(rest))!r}; there are {', '.join(known)}"
-        )
+    _check_all_known(SqliteOptions, rest)
     return SqliteLog(
         log_path(text), create=create, limits=limits, defaults=defaults, options=own
     ).open()
+
+
+def _open_kafka(
+    url: str, create: bool, limits: Limits, defaults: Defaults, rest: dict[str, OptionValue]
+) -> Log:
+    try:
+        from penstock.log.kafka.client import KafkaOptions
+        from penstock.log.kafka.log import open_kafka
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"a log on Kafka needs more packages ({error.name}): pip install 'penstock[kafka]'"
+        ) from None
+    settings = {name: rest.pop(name) for name in list(rest) if "." in name}
+    own, rest = _take(KafkaOptions, rest)
+    _check_all_known(KafkaOptions, rest)
+    return open_kafka(
+        url, create=create, limits=limits, defaults=defaults, options=own, settings=settings
+    )
+
+
+def _check_all_known(own: type[msgspec.Struct], rest: dict[str, OptionValue]) -> None:
+    if rest:
+        kinds = (Limits, Defaults, own)
+        known = [name for kind in kinds for name in kind.__struct_fields__]
+        raise UsageError(
+            f"there is no log option {next(iter(rest))!r}; there are {', '.join(known)}"
+        )
+
+
+def is_path(url: str) -> bool:
+    """Whether a log is a file: an embedded one."""
+    return "://" not in url or url.startswith("file://")
 
 
 def log_path(url: str) -> Path:
@@ -66,4 +96,4 @@ def _take(kind: type[S], options: dict[str, OptionValue]) -> tuple[S, dict[str, 
     return made, options
 
 
-__all__ = ["Limits", "Log", "OptionValue", "log_path", "open_log"]
+__all__ = ["Limits", "Log", "OptionValue", "is_path", "log_path", "open_log"]

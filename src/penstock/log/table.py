@@ -51,10 +51,11 @@ def entry_changes(stream: Stream, batch: pa.RecordBatch) -> Changes:
     last = dict(zip(keys_of(batch).to_pylist(), range(batch.num_rows), strict=True))
     keys = sorted(last)
     rows = [last[key] for key in keys]
-    return Changes(keys, _packed(stream, batch.take(pa.array(rows, pa.int64()))), rows)
+    return Changes(keys, packed(stream, batch.take(pa.array(rows, pa.int64()))), rows)
 
 
-def _packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
+def packed(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
+    """The entry that each row of a changelog makes, packed; `None` where it deletes one."""
     if DELETED not in batch.schema.names:
         return _packed_values(stream, batch)
     gone = batch.column(DELETED)

@@ -5,6 +5,7 @@ Every wait has a limit. What librdkafka prints goes to the logger `penstock.kafk
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
@@ -45,11 +46,12 @@ RETRY_PAUSE_S = 0.02
 
 #: the broker will know better in a moment: a topic was just made, or a leader just moved
 MOMENTARY = frozenset({
-    KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC,
+    KafkaError._NOENT, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_TOPIC_ID,
+    KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC,
     KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.NOT_COORDINATOR, KafkaError.REPLICA_NOT_AVAILABLE, KafkaError.NOT_CONTROLLER,
-    KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.UNKNOWN_TOPIC_ID,
+    KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.OFFSET_NOT_AVAILABLE, KafkaError.CONCURRENT_TRANSACTIONS,
 })  # fmt: skip
 _UNREACHABLE = frozenset({
@@ -212,8 +214,11 @@ class Cluster:
             return LimitError(f"{doing}: Kafka takes no message of this size (max.message.bytes)")
         return LogError(f"{doing}: Kafka says {said}")
 
-    def asked(self, doing: str, question: Callable[[float], T]) -> T:
-        """The answer to a question; asked again while the cluster is busy with itself."""
+    def asked(self, doing: str, question: Callable[[float], T], topic: str | None = None) -> T:
+        """The answer to a question; asked again while the cluster is busy with itself.
+
+        If it was about a `topic`, that is looked at again first: it may have grown.
+        """
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
@@ -222,6 +227,9 @@ class Cluster:
                 if error.args[0].code() not in MOMENTARY or time.monotonic() > deadline:
                     raise self.translated(error, doing) from error
                 time.sleep(RETRY_PAUSE_S)
+                if topic is not None:
+                    with contextlib.suppress(KafkaException):
+                        self.admin.list_topics(topic, timeout=self.timeout_s)
 
     # Questions
 
@@ -231,6 +239,11 @@ class Cluster:
             "looking for the cluster", lambda left: self.admin.list_topics(timeout=left)
         )
         return str(found.cluster_id)
+
+    def brokers(self) -> int:
+        """How many brokers there are."""
+        found = self.asked("looking for brokers", lambda left: self.admin.list_topics(timeout=left))
+        return len(found.brokers)
 
     def topics(self) -> dict[str, int]:
         """All topics with their numbers of partitions."""
@@ -269,7 +282,8 @@ class Cluster:
                 for place, answer in asked.items()
             }
 
-        return self.asked(f"asking for offsets of {partitions[0][0]}", ask)
+        topic = partitions[0][0]
+        return self.asked(f"asking for offsets of {topic}", ask, topic)
 
     def done(self, doing: str, asked: Mapping[Any, Future[Any]]) -> None:
         """Wait for what an administrator's request asked for."""

@@ -7,10 +7,22 @@ out of order. Integers are kept as ranges, so a sequence without holes is one ro
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-from penstock.log.sqlite.committer import Write
+from typing import Any, Protocol
 
 _INT64 = range(-(2**63), 2**63)
+
+
+class Rows(Protocol):
+    """A write transaction over the tables `ids` and `id_ranges`; statements go by name."""
+
+    @property
+    def time_us(self) -> int: ...
+
+    def run(self, name: str, *values: object) -> None: ...
+
+    def look(self, name: str, *values: object) -> tuple[Any, ...] | None: ...
+
+    def look_all(self, name: str, *values: object) -> Sequence[tuple[Any, ...]]: ...
 
 
 def as_integer(text: str) -> int | None:
@@ -22,7 +34,7 @@ def as_integer(text: str) -> int | None:
     return number if str(number) == text and number in _INT64 else None
 
 
-def take_new(write: Write, stream_id: int, ids: Sequence[str]) -> list[int]:
+def take_new(write: Rows, stream_id: int, ids: Sequence[str]) -> list[int]:
     """Remember the ids; returns the rows that the stream held already or that repeat."""
     numbers = [as_integer(text) for text in ids]
     seen: set[str] = set()
@@ -45,11 +57,11 @@ def take_new(write: Write, stream_id: int, ids: Sequence[str]) -> list[int]:
     return dropped
 
 
-def _holds(write: Write, stream_id: int, text: str) -> bool:
+def _holds(write: Rows, stream_id: int, text: str) -> bool:
     return write.look("has_id", stream_id, text) is not None
 
 
-def _held_numbers(write: Write, stream_id: int, numbers: list[int]) -> set[int]:
+def _held_numbers(write: Rows, stream_id: int, numbers: list[int]) -> set[int]:
     held: set[int] = set()
     for low, high in ranges_of(sorted(set(numbers))):
         for first, last in _touching(write, stream_id, low, high):
@@ -68,12 +80,12 @@ def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _touching(write: Write, stream_id: int, low: int, high: int) -> list[tuple[int, int]]:
+def _touching(write: Rows, stream_id: int, low: int, high: int) -> list[tuple[int, int]]:
     values = {"stream": stream_id, "low": low, "high": high}
     return [(first, last) for first, last in write.look_all("ranges_touching", values)]
 
 
-def _add_range(write: Write, stream_id: int, first: int, last: int) -> None:
+def _add_range(write: Rows, stream_id: int, first: int, last: int) -> None:
     """Add a range of ids that are all new, joined with the ranges directly beside it."""
     low, high = max(first - 1, _INT64[0]), min(last + 1, _INT64[-1])
     for other_first, other_last in _touching(write, stream_id, low, high):

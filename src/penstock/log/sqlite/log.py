@@ -12,11 +12,9 @@ import apsw
 import msgspec
 
 from penstock.errors import (
-    ClosedError,
     CommitOutcomeUnknownError,
     LogError,
     PenstockError,
-    PieceError,
     UsageError,
 )
 from penstock.failpoints import failpoint
@@ -35,7 +33,8 @@ from penstock.log.api import (
     Progress,
     Upkeep,
 )
-from penstock.log.batch import Batch, check_compression
+from penstock.log.batch import Batch
+from penstock.log.checks import check_call, check_limits, may_be_over
 from penstock.log.compose import Composer, EventOptions
 from penstock.log.names import OBJECTS, check_producer
 from penstock.log.objects import (
@@ -59,7 +58,6 @@ from penstock.log.sqlite.writing import (
     Prepared,
     StreamChangedError,
     check_holder,
-    check_limits,
     place,
     prepare_part,
     prepare_piece,
@@ -236,7 +234,7 @@ class SqliteLog:
     def stage(
         self, holder: Holder, sequence: int, part: Part, options: CommitOptions = CommitOptions()
     ) -> Piece:
-        _check_call(sequence, options)
+        check_call(sequence, options)
         check_limits(Commit(parts=[part]), self._limits)
 
         def attempt() -> Piece:
@@ -258,7 +256,7 @@ class SqliteLog:
         commit: Commit,
         options: CommitOptions = CommitOptions(),
     ) -> Committed:
-        _check_call(sequence, options)
+        check_call(sequence, options)
         check_limits(commit, self._limits)
         name = (holder.producer, sequence)
         try:
@@ -267,7 +265,7 @@ class SqliteLog:
             self._uncertain.add(name)
             raise
         except PenstockError as error:
-            last = self.last_commit(holder.producer) if _may_be_over(error) else None
+            last = self.last_commit(holder.producer) if may_be_over(error) else None
             if last is not None and last.sequence == sequence:
                 self._uncertain.discard(name)
                 return self._repeat(holder, last, options)
@@ -429,16 +427,3 @@ class SqliteLog:
 
     def _submit_quietly(self, work: Callable[[Write], int]) -> int:
         return self._submit(work, durable=False)
-
-
-def _may_be_over(error: PenstockError) -> bool:
-    """Errors that a repeated commit meets when its pieces or streams are gone by now."""
-    return isinstance(error, PieceError | UsageError) and not isinstance(error, ClosedError)
-
-
-def _check_call(sequence: int, options: CommitOptions) -> None:
-    check_compression(options.compression)
-    if options.timeout_ms < 1:
-        raise UsageError(f"timeout_ms is {options.timeout_ms}; it must be at least 1")
-    if not 0 <= sequence < 2**63:
-        raise UsageError(f"a sequence is 0 or more and fits 64 bits, not {sequence}")

@@ -17,14 +17,11 @@ import pyarrow.compute as pc
 
 from penstock.errors import (
     FencedError,
-    LimitError,
     PieceError,
-    RecordError,
     SequenceError,
 )
 from penstock.failpoints import failpoint
 from penstock.log.api import (
-    Commit,
     CommitOptions,
     Committed,
     Holder,
@@ -34,14 +31,13 @@ from penstock.log.api import (
     Placement,
 )
 from penstock.log.batch import checksum, decode_blob, encode_blob
-from penstock.log.names import check_text
+from penstock.log.checks import check_columns
 from penstock.log.objects import Stream
 from penstock.log.partitioning import chunks, split_part
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import one, read_blob, sql
 from penstock.log.sqlite.ids import take_new
 from penstock.log.table import NO_CHANGES, Changes, entry_changes
-from penstock.records.arrow import arrow_schema
 from penstock.records.event import from_microseconds, ids_of, numbered
 
 _OUTCOME = msgspec.msgpack.Decoder(Committed)
@@ -90,7 +86,7 @@ def prepare_part(
 
     Of what is only `staged`, entries are worked out by whoever commits it.
     """
-    _check_columns(stream, part.batch)
+    check_columns(stream, part.batch)
     made = []
     by_producer = stream.spec.ids == "producer"
     for partition, batch in split_part(stream, part.batch):
@@ -110,19 +106,6 @@ def _chunk(
         partition, batch.num_rows, len(blob), checksum(blob), blob, None, entries,
         batch if keep else None,
     )  # fmt: skip
-
-
-def _check_columns(stream: Stream, batch: pa.RecordBatch) -> None:
-    fields = [(f.name, f.type) for f in batch.schema if not f.name.startswith("_")]
-    if stream.record is None:
-        expected = [[("data", pa.binary() if stream.spec.content == "bytes" else pa.string())]]
-    else:
-        expected = [[(f.name, f.type) for f in arrow_schema(r)] for r in stream.records]
-    if fields not in expected:
-        raise RecordError(
-            f"the columns {', '.join(name for name, _ in fields)} are not those of stream "
-            f"{stream.name}: was it dropped and created anew?"
-        )
 
 
 def prepare_piece(connection: apsw.Connection, stream: Stream, piece: Piece) -> Prepared:
@@ -162,27 +145,6 @@ def _no_piece(piece: Piece) -> PieceError:
         f"a staged piece of stream {piece.stream} is not there: it was swept because its producer "
         "was opened by another holder, or committed already"
     )
-
-
-def check_limits(commit: Commit, limits: Limits) -> None:
-    size = sum(part.batch.nbytes for part in commit.parts)
-    if size > limits.commit_bytes_max:
-        raise LimitError(
-            f"the commit holds {size} bytes; at most {limits.commit_bytes_max} are allowed "
-            "(commit_bytes_max): stage its parts, or commit in smaller steps"
-        )
-    for key, value in commit.progress.items():
-        check_text(key, "the progress key")
-        if not 0 < len(key) <= limits.progress_key_chars_max:
-            raise LimitError(
-                f"the progress key {key[:20]!r}… has {len(key)} characters; 1 to "
-                f"{limits.progress_key_chars_max} are allowed (progress_key_chars_max)"
-            )
-        if value is not None and len(value) > limits.progress_value_bytes_max:
-            raise LimitError(
-                f"the progress value of {key!r} has {len(value)} bytes; at most "
-                f"{limits.progress_value_bytes_max} are allowed (progress_value_bytes_max)"
-            )
 
 
 def check_holder(write: Write, holder: Holder) -> tuple[int | None, bytes | None]:

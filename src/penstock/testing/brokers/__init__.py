@@ -249,6 +249,7 @@ class Brokers:
             "share.coordinator.state.topic.min.isr": "1",
             "group.initial.rebalance.delay.ms": "0",
             "broker.session.timeout.ms": "6000",
+            "log.initial.task.delay.ms": "500",
             "log.retention.check.interval.ms": "500",
             "log.cleaner.backoff.ms": "500",
         }

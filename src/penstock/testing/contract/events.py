@@ -377,7 +377,7 @@ class Events(OnEngine):
                 producer.send("s", data, **options)
             assert good.result().offset == 0
 
-    def test_merging_keeps_what_a_newer_record_added(self, log: Log) -> None:
+    def test_upkeep_keeps_what_a_newer_record_added(self, log: Log) -> None:
         """Also where events were staged under the older record, and committed under the newer."""
         log.apply([CreateStream(declare("s", Plain))])
         holder = log.hold("p")
@@ -392,7 +392,7 @@ class Events(OnEngine):
         for n in range(20):
             log.commit(holder, n, Commit(parts=[part(Plain2(Inner2(n, "precious")))]))
         log.commit(holder, 20, Commit(pieces=[staged]))
-        assert log.maintain().batches_merged > 0
+        log.maintain()
         inner = [event.data.inner for event in read_events(log, "s", Plain2)]
         assert inner == [*(Inner2(n, "precious") for n in range(20)), Inner2(1, None)]
 

@@ -57,8 +57,12 @@ class Reading(OnEngine):
         create(log, "s")
         commit(log, "p", 0, "s", range(10))
         commit(log, "p", 1, "s", range(10, 20))
-        found = [event.data for batch in log.read("s", 0, 7, 14) for event in batch.events(Order)]
-        assert [order.amount for order in found if isinstance(order, Order)] == list(range(7, 14))
+        offsets = [event.offset for event in orders(log, "s")]
+        for first, last in ((7, 14), (0, 10), (9, 11), (10, 20), (4, 4)):
+            batches = log.read("s", 0, offsets[first], offsets[last - 1] + 1)
+            found = [event.data for batch in batches for event in batch.events(Order)]
+            amounts = [order.amount for order in found if isinstance(order, Order)]
+            assert amounts == list(range(first, last))
 
     def test_reading_starts_at_a_time_of_append(self, log: Log) -> None:
         create(log, "s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import random
 import threading
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ from penstock.testing.contract.setting import (
     orders,
     wait_for_clock_after,
 )
+from penstock.testing.processes import wait_until
 
 
 class Upkeep(OnEngine):
@@ -45,21 +47,28 @@ class Upkeep(OnEngine):
         assert again.placements[0].ranges[0][1] >= bounds.next
 
     def test_retention_by_size_keeps_the_newest(self, harness: Harness) -> None:
+        """An engine may keep somewhat more, and take its time."""
+        noise = random.Random(1)
         with harness.open(batch_rows_max=100) as log:
-            create(log, "s", retention_bytes=6000)
-            holder = log.hold("p")
-            for n in range(30):
-                commit_as(log, holder, n, "s", range(n * 50, n * 50 + 50))
-            log.maintain()
+            create(log, "s", retention_bytes=1_000_000)
+            with Producer(log) as producer:
+                for n in range(1200):
+                    producer.send("s", Order("a", n, noise.randbytes(2500).hex()))
+
+            def is_cut() -> bool:
+                log.maintain()
+                return log.offsets("s")[0].first > 0
+
+            wait_until(is_cut, 60, "retention by size")
             amounts = [e.data.amount for e in orders(log, "s")]
-            assert 0 < len(amounts) < 1500
-            assert amounts == list(range(1500 - len(amounts), 1500))
+            assert 0 < len(amounts) < 1200
+            assert amounts == list(range(1200 - len(amounts), 1200))
             with pytest.raises(OffsetGoneError):
                 list(log.read("s", 0, 0))
 
-    # Merging small batches
+    # Storing what is there in another way
 
-    def test_merging_changes_nothing_that_a_reader_sees(self, harness: Harness, log: Log) -> None:
+    def test_upkeep_changes_nothing_that_a_reader_sees(self, harness: Harness, log: Log) -> None:
         create(log, "s", partitions=2)
         create(log, "t", table=True)
         with Producer(log) as producer:
@@ -70,12 +79,12 @@ class Upkeep(OnEngine):
                     producer.send("t", None, key="u1").result()
         before = [list(by_place(log, "s")), list(by_place(log, "t"))]
         times = [log.offset_at("t", 0, batch_time(log, n)) for n in (10, 80)]
-        assert log.maintain().batches_merged > 0
+        log.maintain()
         with harness.open() as other:
             assert [list(by_place(other, "s")), list(by_place(other, "t"))] == before
             assert [other.offset_at("t", 0, batch_time(log, n)) for n in (10, 80)] == times
             middle = [e.offset for e in orders(other, "t", start=70)]
-            assert middle == list(range(70, 165))
+            assert middle == [e.offset for e in before[1] if e.offset >= 70]
 
     def test_upkeep_runs_beside_readers_and_writers(self, harness: Harness, log: Log) -> None:
         create(log, "s")

@@ -1,0 +1,449 @@
+"""The Kafka engine: a log in a Kafka cluster, used by any number of machines at once."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from confluent_kafka import libversion
+
+from penstock.errors import (
+    ClosedError,
+    DamagedError,
+    LogBusyError,
+    LogError,
+    LogFormatError,
+    UsageError,
+)
+from penstock.failpoints import failpoint
+from penstock.log.api import (
+    Commit,
+    CommitOptions,
+    Committed,
+    Damage,
+    Entry,
+    Holder,
+    Limits,
+    Offsets,
+    Part,
+    Piece,
+    Pin,
+    Progress,
+    Upkeep,
+)
+from penstock.log.batch import Batch
+from penstock.log.checks import check_call, check_limits
+from penstock.log.compose import Composer, EventOptions
+from penstock.log.kafka.client import Address, Cluster, KafkaOptions
+from penstock.log.kafka.ledger import Ledger
+from penstock.log.kafka.messages import encode
+from penstock.log.kafka.objects import SESSION, TOPIC, Catalogue, Draft, Topics
+from penstock.log.kafka.reading import Reader
+from penstock.log.kafka.session import (
+    Session,
+    Sessions,
+    TakenError,
+    UnknownError,
+)
+from penstock.log.kafka.staging import Staging
+from penstock.log.kafka.tables import Tables
+from penstock.log.kafka.topics import PIN_MS_MAX, own_topics
+from penstock.log.kafka.upkeep import Housekeeper
+from penstock.log.kafka.writing import Writer, explained
+from penstock.log.names import OBJECTS, check_producer
+from penstock.log.objects import (
+    Change,
+    Defaults,
+    ObjectChanged,
+    Stream,
+    StreamSpec,
+    describe_change,
+    system_streams,
+    to_event,
+)
+from penstock.log.sqlite.upkeep import Caretaker
+from penstock.records.event import JsonValue, microseconds
+
+FORMAT = 1
+APPLY_TRIES_MAX = 20
+
+
+class KafkaLog:
+    """See `penstock.log.api.Log` for what each method promises."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        create: bool = True,
+        limits: Limits = Limits(),
+        defaults: Defaults = Defaults(),
+        options: KafkaOptions = KafkaOptions(),
+        settings: Mapping[str, str | int | bool] | None = None,
+    ) -> None:
+        self._address = address
+        self._create = create
+        self._limits = limits
+        self._defaults = defaults
+        self._options = options
+        self._cluster = Cluster(address, options, settings or {})
+        self._catalogue = Catalogue(self._cluster)
+        self._sessions = Sessions(self._cluster)
+        self._ledger = Ledger(self._cluster)
+        self._staging = Staging(self._cluster)
+        self._reader = Reader(self._cluster, limits)
+        self._topics = Topics(self._cluster)
+        self._composer = Composer("penstock", limits)
+        self._opened = False
+        self._caretaker = Caretaker(options.upkeep_interval_ms / 1000, self.maintain)
+
+    def open(self) -> Self:
+        """Find the log in the cluster, or make it.
+
+        Raises `LogUnreachableError`, `LogAccessError`, or `LogFormatError` if there is none.
+        """
+        brokers = self._cluster.brokers()
+        if self._defaults.replication is None:
+            copies = min(3, brokers)
+            self._defaults = msgspec.structs.replace(self._defaults, replication=copies)
+        if self._catalogue.topic not in self._cluster.topics():
+            if not self._create:
+                raise LogFormatError(
+                    f"there is no log at {self._address.url}: create a stream there first "
+                    "(penstock stream create)"
+                )
+            own = own_topics(TOPIC, self._options)
+            named = {self._address.own(name): settings for name, settings in own.items()}
+            self._topics.make_own(named, brokers)
+        self._catalogue.look()
+        if self._catalogue.about() is None:
+            self._change(self._populate)
+        about = self._catalogue.about()
+        if about is None or about.format != FORMAT:
+            found = "damaged" if about is None else f"of format {about.format}"
+            raise LogFormatError(f"the log at {self._address.url} is {found}: this version reads 1")
+        self._tables = Tables(self._cluster, self._reader, self._limits, self._cache(about.id))
+        self._writer = Writer(
+            self._cluster, self._sessions, self._ledger, self._catalogue, self._staging,
+            self._tables, self._limits,
+        )  # fmt: skip
+        self._housekeeper = Housekeeper(self._cluster, self._sessions, self._ledger, self._staging)
+        self._opened = True
+        return self
+
+    def _cache(self, log_id: str) -> Path:
+        """Where tables are materialised: a file for each log, shared by the processes here."""
+        chosen = self._options.cache
+        if chosen is None:
+            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            chosen = str(home / "penstock" / "tables")
+        return Path(chosen) / f"{log_id}.db"
+
+    def _populate(self, draft: Draft) -> list[ObjectChanged]:
+        if draft.is_empty:
+            draft.populate(system_streams())
+        return []
+
+    def close(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
+        self._caretaker.close()
+        self._sessions.close()
+        self._staging.close()
+        self._reader.close()
+        self._ledger.close()
+        self._catalogue.close()
+        self._tables.store.close()
+
+    def __enter__(self) -> Self:
+        return self if self._opened else self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        return self._address.url
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def _check_open(self) -> None:
+        if not self._opened:
+            raise ClosedError(f"the log {self.url} is closed")
+
+    # Objects
+
+    def namespaces(self) -> list[str]:
+        self._check_open()
+        return self._catalogue.namespaces()
+
+    def streams(self) -> list[Stream]:
+        self._check_open()
+        return self._catalogue.streams()
+
+    def stream(self, name: str) -> Stream:
+        self._check_open()
+        return self._catalogue.stream(name)
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        self._check_open()
+        changes = list(changes) if isinstance(changes, Sequence) else [changes]
+
+        def work(draft: Draft) -> list[ObjectChanged]:
+            notes = []
+            for change in changes:
+                before = draft.change(change)
+                notes.append(to_event(change, describe_change(change, before)))
+            return notes
+
+        self._change(work)
+
+    def adopt(self, spec: StreamSpec) -> None:
+        """Make a topic that somebody else made a stream of the log.
+
+        It is there as it is: its partitions are the stream's, its retention stays its own.
+        Raises `UsageError` if there is no such topic, or it has another number of partitions.
+        """
+        self._check_open()
+        self._change(lambda draft: [draft.adopt(spec, self._cluster.topics())])
+
+    def _change(self, work: Callable[[Draft], list[ObjectChanged]]) -> None:
+        """Change the catalogue, as its only writer.
+
+        1. Open the catalogue's session, which nobody else then has, and read it to its end.
+        2. Work the changes out; make and change topics.
+        3. Write the changes, and an event for each, in one transaction.
+        4. Remove topics that are struck out.
+        """
+        for _ in range(APPLY_TRIES_MAX):
+            with self._sessions.using(SESSION) as session, explained():
+                try:
+                    self._change_once(session, work)
+                    return
+                except (TakenError, UnknownError):
+                    continue  # look again at what is there
+        raise LogBusyError("the catalogue is changed by others all the time: try again")
+
+    def _change_once(self, session: Session, work: Callable[[Draft], list[ObjectChanged]]) -> None:
+        if not session.is_open:
+            session.open()
+        self._catalogue.look()
+        self._settle(session)
+        draft = self._draft()
+        notes = work(draft)
+        for topic, number in self._topics.ids(draft.gone).items():
+            draft.note_dropped(topic, number)
+        self._topics.make({t: made for t, made in draft.new.items() if t not in draft.gone})
+        self._topics.change(draft.changed)
+        self._write(session, draft, notes)
+        failpoint("objects.event")
+        self._settle(session)
+
+    def _draft(self) -> Draft:
+        return Draft(
+            self._catalogue.lines(), self._cluster, self._defaults, self._limits.partitions_max
+        )
+
+    def _settle(self, session: Session) -> None:
+        draft = self._draft()
+        if draft.dropped():
+            self._topics.settle(draft)
+            self._write(session, draft, [])
+
+    def _write(self, session: Session, draft: Draft, notes: Sequence[ObjectChanged]) -> None:
+        if not draft.values:
+            return
+        deadline = time.monotonic() + self._cluster.timeout_s
+
+        def fill() -> None:
+            for key, value in draft.values.items():
+                session.send(self._catalogue.topic, 0, key.encode(), value)
+            if notes:
+                self._note(session, notes)
+
+        session.transact(fill, deadline)
+        self._catalogue.look()
+
+    def _note(self, session: Session, notes: Sequence[ObjectChanged]) -> None:
+        """Append to `_system.objects` inside the change's own transaction."""
+        stream = self._catalogue.stream(str(OBJECTS))
+        events = [self._composer.admit(stream, note, EventOptions(), system=True) for note in notes]
+        encoded = encode(stream, self._composer.part(stream, events).batch)
+        topic = self._address.topic(stream.name)
+        for key, value, headers in zip(
+            encoded.keys, encoded.values, encoded.headers(), strict=True
+        ):
+            session.send(topic, 0, key, value, headers)
+
+    # Writing
+
+    def hold(self, producer: str, *, ephemeral: bool = False) -> Holder:
+        self._check_open()
+        check_producer(producer)
+        return self._writer.hold(producer, ephemeral)
+
+    def last_commit(self, producer: str) -> Committed | None:
+        self._check_open()
+        found = self._ledger.producer(producer)
+        return None if found is None else found.committed
+
+    def prepare(self, part: Part, options: CommitOptions = CommitOptions()) -> Part:
+        self._check_open()
+        check_call(0, options)
+        return self._writer.prepare(part)
+
+    def stage(
+        self, holder: Holder, sequence: int, part: Part, options: CommitOptions = CommitOptions()
+    ) -> Piece:
+        self._check_open()
+        check_call(sequence, options)
+        check_limits(Commit(parts=[part]), self._limits)
+        return self._writer.stage(holder, sequence, part, options)
+
+    def commit(
+        self,
+        holder: Holder,
+        sequence: int,
+        commit: Commit,
+        options: CommitOptions = CommitOptions(),
+    ) -> Committed:
+        self._check_open()
+        check_call(sequence, options)
+        check_limits(commit, self._limits)
+        done = self._writer.commit(holder, sequence, commit, options)
+        if commit.pieces:
+            self._caretaker.start()
+        return done
+
+    def progress(self, key: str) -> bytes | None:
+        self._check_open()
+        return self._ledger.progress(key)
+
+    def progress_items(self, prefix: str) -> dict[str, bytes]:
+        self._check_open()
+        return self._ledger.progress_items(prefix)
+
+    # Reading
+
+    def offsets(self, stream: str) -> dict[int, Offsets]:
+        return self._reader.offsets(self.stream(stream))
+
+    def offset_at(self, stream: str, partition: int, time: dt.datetime) -> int:
+        return self._reader.offset_at(self.stream(stream), partition, microseconds(time))
+
+    def read(
+        self, stream: str, partition: int, start: int, end: int | None = None
+    ) -> Iterator[Batch]:
+        return self._reader.read(self.stream(stream), partition, start, end)
+
+    def wait(self, stream: str, positions: Mapping[int, int], timeout_s: float) -> bool:
+        return self._reader.wait(self.stream(stream), positions, timeout_s)
+
+    # Tables
+
+    def get(self, stream: str, keys: Sequence[bytes], at: Pin | None = None) -> list[Entry | None]:
+        return self._tables.get(self.stream(stream), keys, at)
+
+    def page(
+        self, stream: str, after: bytes | None = None, limit: int = 100, at: Pin | None = None
+    ) -> list[Entry]:
+        return self._tables.page(self.stream(stream), after, limit, at)
+
+    def snapshot(self, stream: str) -> Iterator[list[Entry]]:
+        return self._tables.snapshot(self.stream(stream))
+
+    def pin(self, duration_s: float = 600.0) -> Pin:
+        if not 0 < duration_s * 1000 <= PIN_MS_MAX:
+            raise UsageError(f"a pin lasts up to {PIN_MS_MAX // 1000} seconds, not {duration_s}")
+        return self._tables.pin(self.streams(), duration_s)
+
+    def unpin(self, pin: Pin) -> None:
+        self._tables.unpin(pin)
+
+    # Upkeep
+
+    def maintain(self) -> Upkeep:
+        return self._housekeeper.round(self.streams())
+
+    def verify(self, progress: Progress | None = None) -> Iterator[Damage]:
+        """Read every message of every stream; those that cannot be decoded are damage."""
+        streams = self.streams()
+        ends = {stream.id: self._reader.offsets(stream) for stream in streams}
+        total = sum(found.next - found.first for parts in ends.values() for found in parts.values())
+        done = 0
+        for stream in streams:
+            for partition, found in ends[stream.id].items():
+                yield from self._verify(stream, partition, found)
+                done += found.next - found.first
+                if progress is not None:
+                    progress(done, total)
+        if progress is not None:
+            progress(total, total)
+
+    def _verify(self, stream: Stream, partition: int, found: Offsets) -> Iterator[Damage]:
+        at = found.first
+        while at < found.next:
+            try:
+                for batch in self._reader.read(stream, partition, at, found.next):
+                    at = batch.next_offset
+                return
+            except DamagedError as error:
+                yield Damage(
+                    str(error), str(stream.name), partition, error.first_offset, error.last_offset
+                )
+                at = error.last_offset + 1
+
+    def backup(self, target: Path, progress: Progress | None = None) -> None:
+        del progress
+        raise UsageError(
+            f"a log on Kafka cannot be copied to {target}: replicate its topics with Kafka's own "
+            "tools (MirrorMaker), or raise the replication of its streams"
+        )
+
+    def facts(self) -> dict[str, JsonValue]:
+        streams = self.streams()
+        return {
+            "engine": "kafka",
+            "url": self.url,
+            "format": FORMAT,
+            "librdkafka": libversion()[0],
+            "cluster": self._cluster.id(),
+            "brokers": self._cluster.brokers(),
+            "streams": len(streams),
+            "tables": str(self._tables.store.path),
+            "upkeep_error": self._caretaker.last_error,
+        }
+
+
+def open_kafka(
+    url: str,
+    *,
+    create: bool,
+    limits: Limits,
+    defaults: Defaults,
+    options: KafkaOptions,
+    settings: Mapping[str, str | int | bool],
+) -> KafkaLog:
+    log = KafkaLog(
+        Address.parse(url), create=create, limits=limits, defaults=defaults, options=options,
+        settings=settings,
+    )  # fmt: skip
+    try:
+        return log.open()
+    except LogError:
+        log.close()
+        raise

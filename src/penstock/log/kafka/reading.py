@@ -1,0 +1,254 @@
+"""Reading streams from Kafka: what is there, batches of events, and waiting for more.
+
+Offsets have gaps: the marks of commits take offsets too, and so does what was undone. A range
+therefore ends where Kafka says that it ends, or where an event past it begins, and never at the
+last offset seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+
+from penstock.errors import (
+    ClosedError,
+    DamagedError,
+    LogUnreachableError,
+    OffsetGoneError,
+    UsageError,
+)
+from penstock.log.api import Limits, Offsets
+from penstock.log.batch import Batch
+from penstock.log.kafka.client import MOMENTARY, Cluster
+from penstock.log.kafka.messages import decode, offset_of
+from penstock.log.objects import Stream
+
+IDLE_MAX = 8
+WAITING_MAX = 64
+READ_POLL_S = 0.2
+DRAIN_S = 0.02
+_READING = {
+    "fetch.wait.max.ms": 5,
+    "fetch.message.max.bytes": 4 << 20,
+    "queued.min.messages": 100_000,
+    "queued.max.messages.kbytes": 64 << 10,
+    "check.crcs": True,
+}
+_GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+_WAITING = {"fetch.wait.max.ms": 500, "queued.min.messages": 1, "fetch.message.max.bytes": 1}
+
+
+class Reader:
+    """Reads committed events. For any thread."""
+
+    def __init__(self, cluster: Cluster, limits: Limits) -> None:
+        self._cluster = cluster
+        self._limits = limits
+        self._idle: dict[tuple[str, int, int], list[Consumer]] = {}
+        self._waiting: dict[object, Consumer] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # What is there
+
+    def offsets(self, stream: Stream) -> dict[int, Offsets]:
+        places = self._places(stream)
+        firsts = self._cluster.firsts(places)
+        ends = self._cluster.ends(places, committed=True)
+        return {
+            place[1]: Offsets(firsts[place], max(ends[place], firsts[place])) for place in places
+        }
+
+    def _places(self, stream: Stream) -> list[tuple[str, int]]:
+        topic = self._cluster.address.topic(stream.name)
+        return [(topic, partition) for partition in range(stream.partitions)]
+
+    def offset_at(self, stream: Stream, partition: int, time_us: int) -> int:
+        topic = self._cluster.address.topic(stream.name)
+        found = self._cluster.offset_at(topic, partition, -(-time_us // 1000))
+        end = self._cluster.ends([(topic, partition)], committed=True)[topic, partition]
+        return end if found is None else min(found, end)
+
+    # Reading
+
+    def read(self, stream: Stream, partition: int, start: int, end: int | None) -> Iterator[Batch]:
+        topic = self._cluster.address.topic(stream.name)
+        place = (topic, partition)
+        if not 0 <= partition < stream.partitions:
+            raise UsageError(
+                f"stream {stream.name} has no partition {partition}: it has 0 to "
+                f"{stream.partitions - 1}"
+            )
+        there = self._cluster.ends([place], committed=True)[place]
+        end = there if end is None else min(end, there)
+        first = self._cluster.firsts([place])[place]
+        if start < first:
+            raise gone(stream, partition, start, first)
+        if start >= end:
+            return
+        with self._lent(stream, partition, start) as consumer:
+            for messages in self._messages(consumer, stream, partition, end):
+                for found in decode(stream, messages):
+                    if isinstance(found, DamagedError):
+                        raise found
+                    yield found
+
+    def _messages(
+        self, consumer: Consumer, stream: Stream, partition: int, end: int
+    ) -> Iterator[list[Message]]:
+        """The messages before `end`, in lists of bounded size."""
+        held: list[Message] = []
+        size = 0
+        deadline = time.monotonic() + self._cluster.timeout_s
+        is_over = False
+        while not is_over:
+            wanted = self._limits.batch_rows_max - len(held)
+            for message in _available(consumer, min(wanted, 10_000), DRAIN_S if held else None):
+                error = message.error()
+                if error is not None:
+                    is_over = is_over or self._is_end(error, message, stream, partition, end)
+                    continue
+                offset = offset_of(message)
+                if offset >= end:
+                    is_over = True
+                    break
+                held.append(message)
+                size += len(message.value() or b"")
+                is_over = offset == end - 1
+                deadline = time.monotonic() + self._cluster.timeout_s
+            else:
+                if time.monotonic() > deadline:
+                    raise LogUnreachableError(
+                        f"stream {stream.name}, partition {partition}: no broker gave events up "
+                        f"to offset {end} in time"
+                    )
+            full = len(held) >= self._limits.batch_rows_max or size >= self._limits.batch_bytes_max
+            if held and (full or is_over):
+                yield held
+                held, size = [], 0
+
+    def _is_end(
+        self, error: KafkaError, message: Message, stream: Stream, partition: int, end: int
+    ) -> bool:
+        if error.code() == KafkaError._PARTITION_EOF:
+            return offset_of(message) >= end
+        if error.code() in _GONE:
+            place = (self._cluster.address.topic(stream.name), partition)
+            first = self._cluster.firsts([place])[place]
+            raise gone(stream, partition, offset_of(message), first)
+        if error.code() in MOMENTARY or error.retriable() or not error.fatal():
+            return False
+        raise self._cluster.translated(error, f"reading stream {stream.name}")
+
+    @contextlib.contextmanager
+    def _lent(self, stream: Stream, partition: int, start: int) -> Iterator[Consumer]:
+        """A consumer that reads from `start`; kept for the next reader of the partition."""
+        name = (self._cluster.address.topic(stream.name), partition, stream.id)
+        place = TopicPartition(*name[:2], start)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this log is closed")
+            idle = self._idle.get(name)
+            consumer = idle.pop() if idle else None
+        if consumer is None:
+            consumer = self._cluster.consumer(**_READING)
+            consumer.assign([place])
+        else:
+            consumer.resume([place])
+            consumer.seek(place)
+        is_good = False
+        try:
+            yield consumer
+            is_good = True
+        finally:
+            self._give_back(name, consumer if is_good else None, consumer)
+
+    def _give_back(
+        self, name: tuple[str, int, int], good: Consumer | None, consumer: Consumer
+    ) -> None:
+        if good is not None:
+            good.pause([TopicPartition(*name[:2])])
+        with self._lock:
+            count = sum(map(len, self._idle.values()))
+            if good is not None and not self._closed and count < IDLE_MAX:
+                self._idle.setdefault(name, []).append(good)
+                return
+        consumer.close()
+
+    # Waiting
+
+    def wait(self, stream: Stream, positions: Mapping[int, int], timeout_s: float) -> bool:
+        """Wait for an event at or past one of the positions."""
+        deadline = time.monotonic() + timeout_s
+        topic = self._cluster.address.topic(stream.name)
+        places = [
+            TopicPartition(topic, partition, offset)
+            for partition, offset in positions.items()
+            if partition < stream.partitions
+        ]
+        if not places:
+            time.sleep(timeout_s)
+            return False
+        # Whoever waits in vain waits again for the same: their consumer stays as it is.
+        name = (topic, stream.id, tuple(sorted(positions.items())))
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this log is closed")
+            consumer = self._waiting.pop(name, None)
+        if consumer is None:
+            consumer = self._cluster.consumer(**_WAITING)
+            consumer.assign(places)
+        in_vain = False
+        try:
+            in_vain = not self._heard(consumer, deadline)
+        finally:
+            with self._lock:
+                keep = in_vain and not self._closed and len(self._waiting) < WAITING_MAX
+                if keep and name not in self._waiting:
+                    self._waiting[name] = consumer
+                    consumer = None
+            if consumer is not None:
+                consumer.close()
+        return not in_vain
+
+    def _heard(self, consumer: Consumer, deadline: float) -> bool:
+        while not self._closed:
+            left = deadline - time.monotonic()
+            message = consumer.poll(max(0.0, min(left, 0.5)))
+            error = None if message is None else message.error()
+            if message is not None and error is None:
+                return True
+            if error is not None and error.code() in _GONE:
+                return True  # whoever reads will hear what is wrong
+            if left <= 0:
+                return False
+        return False
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle = [consumer for found in self._idle.values() for consumer in found]
+            idle += self._waiting.values()
+            self._idle, self._waiting = {}, {}
+        for consumer in idle:
+            consumer.close()
+
+
+def _available(consumer: Consumer, count: int, wait_s: float | None) -> list[Message]:
+    """What has arrived; waits for the first message only."""
+    first = consumer.poll(READ_POLL_S if wait_s is None else wait_s)
+    if first is None:
+        return []
+    return [first, *(consumer.consume(count - 1, 0) if count > 1 else ())]
+
+
+def gone(stream: Stream, partition: int, offset: int, first: int) -> OffsetGoneError:
+    return OffsetGoneError(
+        f"stream {stream.name}, partition {partition}: offset {offset} is gone; retention has "
+        f"removed everything before {first}: start there, or keep events longer",
+        first,
+    )

@@ -1,0 +1,228 @@
+"""Transactions of Kafka: who may write under a name, and what became of what was written.
+
+A session is an open transactional producer. Opening one makes Kafka finish or undo whatever its
+predecessor left, and refuse everything that predecessor still sends. So after an error that
+leaves the outcome open, a session is thrown away and another one opened before anything else:
+a commit or abort that is still on its way can then never hit a later transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from penstock.errors import LogError, LogUnreachableError
+from penstock.log.kafka.client import FENCED, MOMENTARY, RETRY_PAUSE_S, Cluster, code_of
+from penstock.log.kafka.ledger import ProducerState
+from penstock.log.kafka.messages import Headers
+
+T = TypeVar("T")
+SESSIONS_MAX = 32
+MESSAGE_BYTES_MAX = 32 << 20
+QUEUE_KIB = 128 << 10
+QUEUE_MESSAGES = 500_000
+ABORT_S = 5.0
+PARTITION_TRIES_MAX = 100
+
+
+class NotCommittedError(Exception):
+    """The transaction did not happen, for sure; the cause says why."""
+
+
+class TakenError(Exception):
+    """Another process has opened a session of this name; nothing of this one was committed."""
+
+
+class UnknownError(Exception):
+    """The transaction may have happened; only a new session of the name can tell."""
+
+
+class Session:
+    """One transactional producer. For one thread at a time."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.name = name
+        self.lock = threading.RLock()
+        self.is_open = False
+        self.state = ProducerState()
+        """As of the opening, and of what was committed since: nobody else can have changed it."""
+        self._cluster = cluster
+        self._producer: Producer | None = None
+
+    def open(self) -> None:
+        """Fence and resolve whoever had the name before."""
+        deadline = time.monotonic() + self._cluster.timeout_s
+        timeout_ms = self._cluster.options.transaction_timeout_ms
+        producer = self._cluster.producer(**{
+            "transactional.id": self._cluster.address.own(f"penstock.{self.name}"),
+            "transaction.timeout.ms": timeout_ms,
+            "message.timeout.ms": timeout_ms,
+            "message.max.bytes": MESSAGE_BYTES_MAX,
+            "queue.buffering.max.kbytes": QUEUE_KIB,
+            "queue.buffering.max.messages": QUEUE_MESSAGES,
+            "linger.ms": 1,
+            "compression.type": "lz4",
+        })  # fmt: skip
+        # Without this, the first wait would be for a timer of librdkafka.
+        self._cluster.asked("opening a producer", lambda left: producer.list_topics(timeout=left))
+        while True:
+            try:
+                producer.init_transactions(max(0.1, deadline - time.monotonic()))
+                break
+            except KafkaException as error:
+                again = error.args[0].retriable() or code_of(error) in MOMENTARY
+                if not again or time.monotonic() > deadline:
+                    raise self._cluster.translated(
+                        error, f"opening the producer {self.name}"
+                    ) from error
+        self._producer = producer
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            # What is still queued must not be sent. The rest is done when nobody refers to it:
+            # its own `close` fails where the producer was fenced.
+            producer.purge()
+
+    # Inside a transaction
+
+    def send(
+        self,
+        topic: str,
+        partition: int,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers | None = None,
+        on_delivery: Callable[[KafkaError | None, object], None] | None = None,
+    ) -> None:
+        """Hand a message over; waits where too many are on their way."""
+        producer = self._open_producer()
+        tries = 0
+        while True:
+            try:
+                if headers is None:
+                    producer.produce(topic, value, key, partition, on_delivery=on_delivery)
+                else:
+                    producer.produce(
+                        topic, value, key, partition, on_delivery=on_delivery, headers=headers
+                    )
+                return
+            except BufferError:
+                producer.poll(0.05)
+            except KafkaException as error:
+                if code_of(error) not in MOMENTARY or tries >= PARTITION_TRIES_MAX:
+                    raise
+                # The stream has grown since the producer looked.
+                tries += 1
+                producer.list_topics(topic, timeout=self._cluster.timeout_s)
+                time.sleep(RETRY_PAUSE_S)
+
+    def flush(self, deadline: float) -> None:
+        """Wait until everything handed over has arrived, and callbacks were called."""
+        left = self._open_producer().flush(max(0.1, deadline - time.monotonic()))
+        if left:
+            raise NotCommittedError from LogUnreachableError(
+                f"{left} messages did not reach Kafka at {self._cluster.address.servers} in time"
+            )
+
+    def _open_producer(self) -> Producer:
+        if self._producer is None:
+            raise LogError(f"the session of {self.name} is closed")
+        return self._producer
+
+    def transact(self, fill: Callable[[], T], deadline: float) -> T:
+        """Do what `fill` sends as one transaction.
+
+        Raises `NotCommittedError`, `TakenError` or `UnknownError`; after the last two, and where
+        even the undoing failed, the session is closed.
+        """
+        producer = self._open_producer()
+        try:
+            producer.begin_transaction()
+            made = fill()
+        except KafkaException as error:
+            raise self._undone(producer, error) from error
+        except NotCommittedError:
+            self._abort(producer)
+            raise
+        except BaseException:
+            self._abort(producer)
+            raise
+        self._commit(producer, deadline)
+        return made
+
+    def _commit(self, producer: Producer, deadline: float) -> None:
+        is_first = True
+        while True:
+            try:
+                producer.commit_transaction(max(0.1, deadline - time.monotonic()))
+                return
+            except KafkaException as error:
+                found = error.args[0]
+                if found.txn_requires_abort():
+                    raise self._undone(producer, error) from error
+                if code_of(error) in FENCED and is_first:
+                    self.close()
+                    raise TakenError from error
+                if not found.retriable() or time.monotonic() > deadline:
+                    self.close()
+                    raise UnknownError from self._cluster.translated(error, "committing")
+            is_first = False
+
+    def _undone(self, producer: Producer, error: KafkaException) -> Exception:
+        """Undo the transaction; what to raise for the error that made it necessary."""
+        if code_of(error) in FENCED:
+            self.close()
+            return TakenError()
+        self._abort(producer)
+        failed = NotCommittedError()
+        failed.__cause__ = self._cluster.translated(error, "writing")
+        return failed
+
+    def _abort(self, producer: Producer) -> None:
+        try:
+            producer.abort_transaction(ABORT_S)
+        except (KafkaException, BufferError):
+            self.close()  # whoever opens the name next undoes it
+
+
+class Sessions:
+    """The open sessions of a log, by name; the ones used longest ago are closed. For any thread."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[str, Session] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[Session]:
+        """The session of a name, for this thread alone; it may have to be opened."""
+        with self._lock:
+            session = self._known.pop(name, None) or Session(self._cluster, name)
+            self._known[name] = session  # the latest comes last
+            surplus = [
+                other
+                for other in list(self._known.values())[: max(0, len(self._known) - SESSIONS_MAX)]
+                if other is not session and other.lock.acquire(blocking=False)
+            ]
+            for other in surplus:
+                del self._known[other.name]
+        for other in surplus:
+            other.close()
+            other.lock.release()
+        with session.lock:
+            yield session
+
+    def close(self) -> None:
+        with self._lock:
+            known, self._known = list(self._known.values()), {}
+        for session in known:
+            with session.lock:
+                session.close()

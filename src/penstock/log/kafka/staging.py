@@ -1,0 +1,168 @@
+"""Staged events: in a topic of their own until a commit names them.
+
+Blobs of Arrow, as the embedded log stores them; each says for which commit it is. Whoever
+commits reads them and writes the events. Nothing but Kafka has to be shared between machines.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import pyarrow as pa
+from confluent_kafka import KafkaError, Message, Producer, TopicPartition
+
+from penstock.errors import LogUnreachableError, PieceError
+from penstock.failpoints import failpoint
+from penstock.log.api import Piece
+from penstock.log.batch import Compression, decode_blob, encode_blob
+from penstock.log.kafka.client import Cluster
+from penstock.log.kafka.messages import offset_of
+from penstock.log.kafka.session import MESSAGE_BYTES_MAX, QUEUE_KIB
+
+TOPIC = "_penstock.staged"
+PARTITIONS = 8
+_OFFSET_BITS = 48
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """For which commit a blob was staged, and as part of which stream."""
+
+    producer: str
+    epoch: int
+    sequence: int
+    stream: int
+
+
+class Place(NamedTuple):
+    """Where a blob is."""
+
+    partition: int
+    offset: int
+
+    def number(self) -> int:
+        return (self.partition << _OFFSET_BITS) | self.offset
+
+    @staticmethod
+    def of(number: int) -> Place:
+        return Place(number >> _OFFSET_BITS, number & ((1 << _OFFSET_BITS) - 1))
+
+
+class Staging:
+    """Writes and reads staged blobs. For any thread."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.topic = cluster.address.own(TOPIC)
+        self._cluster = cluster
+        self._producer: Producer | None = None
+        self._lock = threading.Lock()
+
+    def _opened(self) -> Producer:
+        with self._lock:
+            if self._producer is None:
+                self._producer = self._cluster.producer(**{
+                    "enable.idempotence": True,
+                    "message.max.bytes": MESSAGE_BYTES_MAX,
+                    "queue.buffering.max.kbytes": QUEUE_KIB,
+                    "linger.ms": 1,
+                    "message.timeout.ms": self._cluster.options.broker_timeout_ms,
+                })  # fmt: skip
+            return self._producer
+
+    def write(
+        self, tag: Tag, stream: str, batches: Sequence[pa.RecordBatch], compression: Compression
+    ) -> Piece:
+        """Store blobs; they are durable when this returns."""
+        producer = self._opened()
+        partition = zlib.crc32(tag.producer.encode()) % PARTITIONS
+        places: dict[int, Place] = {}
+        errors: list[KafkaError] = []
+        key = msgspec.json.encode(tag)
+        for number, batch in enumerate(batches):
+
+            def told(error: KafkaError | None, message: Message, number: int = number) -> None:
+                if error is None:
+                    places[number] = Place(partition, offset_of(message))
+                else:
+                    errors.append(error)
+
+            blob = encode_blob(batch, compression)
+            while True:
+                try:
+                    producer.produce(self.topic, blob, key, partition, on_delivery=told)
+                    break
+                except BufferError:
+                    producer.poll(0.05)
+        failpoint("stage.blobs")
+        deadline = time.monotonic() + self._cluster.timeout_s
+        while len(places) + len(errors) < len(batches) and time.monotonic() < deadline:
+            producer.poll(0.05)
+        if errors:
+            raise self._cluster.translated(errors[0], "staging events")
+        if len(places) < len(batches):
+            raise LogUnreachableError("staged events did not reach Kafka in time")
+        rows = sum(batch.num_rows for batch in batches)
+        numbers = tuple(places[number].number() for number in range(len(batches)))
+        return Piece(stream, numbers, rows)
+
+    def read(self, tags: Mapping[int, Tag]) -> dict[int, pa.RecordBatch]:
+        """The batches of these numbers. Raises `PieceError` if one is not there as its tag says."""
+        found: dict[int, pa.RecordBatch] = {}
+        for partition in {Place.of(number).partition for number in tags}:
+            offsets = [Place.of(n).offset for n in tags if Place.of(n).partition == partition]
+            for message in self.messages(partition, min(offsets), max(offsets) + 1):
+                number, key = Place(partition, offset_of(message)).number(), message.key()
+                value = message.value()
+                if number not in tags or key is None or not isinstance(value, bytes):
+                    continue
+                if msgspec.json.decode(key, type=Tag) == tags[number]:
+                    found[number] = decode_blob(value)
+        if len(found) < len(tags):
+            raise PieceError(
+                "a staged piece is not there for this commit: it was staged for another one, or is "
+                "older than staged_retention_ms; stage it again"
+            )
+        return found
+
+    def messages(self, partition: int, start: int, end: int) -> Iterator[Message]:
+        """What is staged in a partition from `start` to before `end`; not what is gone."""
+        first = self._cluster.firsts([(self.topic, partition)])[self.topic, partition]
+        start = max(start, first)
+        if start >= end:
+            return
+        consumer = self._cluster.consumer(**{
+            "fetch.wait.max.ms": 5, "isolation.level": "read_uncommitted",
+            "fetch.message.max.bytes": 8 << 20,
+        })  # fmt: skip
+        deadline = time.monotonic() + self._cluster.timeout_s
+        try:
+            consumer.assign([TopicPartition(self.topic, partition, start)])
+            while time.monotonic() < deadline:
+                message = consumer.poll(0.2)
+                if message is None:
+                    continue
+                error = message.error()
+                if error is not None and error.code() == KafkaError._PARTITION_EOF:
+                    return
+                if error is not None:
+                    if error.retriable():
+                        continue
+                    raise self._cluster.translated(error, "reading staged events")
+                if offset_of(message) < end:
+                    yield message
+                if offset_of(message) >= end - 1:
+                    return
+            raise LogUnreachableError("staged events could not be read in time")
+        finally:
+            consumer.close()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._producer is not None:
+                self._producer.purge()
+                self._producer.close()
+                self._producer = None

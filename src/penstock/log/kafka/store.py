@@ -1,0 +1,285 @@
+"""What is derived from streams, in a local SQLite file: entries of tables, ids of streams.
+
+Up to where a partition was read is saved in the transaction that saves what was read, so the
+file is right as of that offset whoever dies, and may be thrown away at any time. All processes
+of a machine share one. An entry that changes leaves its older version behind for a while, so
+that a pinned moment can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.resources
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import apsw
+import msgspec
+
+from penstock.errors import LogError, OffsetGoneError
+from penstock.log.api import Entry
+from penstock.log.batch import Batch
+from penstock.log.collections import Action, Collection, Collections, replay
+from penstock.log.objects import Stream
+from penstock.log.sqlite.connection import sql as embedded_sql
+from penstock.log.sqlite.ids import take_new
+from penstock.log.table import entry_changes, packed, unpacker
+
+BUSY_MS = 120_000
+KEPT_US = 600_000_000
+Read = Callable[[Stream, int, int, int], Iterator[Batch]]
+Row = tuple[Any, ...]
+
+
+@functools.cache
+def _sql(name: str) -> str:
+    text = importlib.resources.files(__package__).joinpath("store.sql").read_text("utf-8")
+    for block in text.split("-- name: ")[1:]:
+        own, _, body = block.partition("\n")
+        if own.strip() == name:
+            return body.strip()
+    return embedded_sql(name)  # ids are kept in the same tables as in the embedded log
+
+
+class Store:
+    """The local file, one connection per thread. For any thread."""
+
+    def __init__(self, path: Path | None, read: Read) -> None:
+        self.path = path
+        self._read = read
+        self._local = threading.local()
+        self._all: list[apsw.Connection] = []
+        self._lock = threading.Lock()
+
+    def _connection(self) -> apsw.Connection:
+        found: apsw.Connection | None = getattr(self._local, "connection", None)
+        if found is None:
+            try:
+                found = self._opened()
+            except apsw.Error as error:
+                raise LogError(
+                    f"{self.path} cannot be used to keep tables in: {error}; choose another "
+                    "folder with the log option cache"
+                ) from error
+            self._local.connection = found
+            with self._lock:
+                self._all.append(found)
+        return found
+
+    def _opened(self) -> apsw.Connection:
+        if self.path is None:
+            connection = apsw.Connection(":memory:")
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            connection = apsw.Connection(str(self.path))
+        connection.set_busy_timeout(BUSY_MS)
+        connection.pragma("journal_mode", "wal")
+        connection.pragma("synchronous", "off")  # what is lost is read again
+        connection.execute(_sql("schema"))
+        return connection
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in self._all:
+                connection.close()
+            self._all.clear()
+
+    # Catching up
+
+    def catch_up(self, stream: Stream, ends: Mapping[int, int]) -> None:
+        """Take in what is in these partitions before these offsets."""
+        connection = self._connection()
+        for partition, end in ends.items():
+            if self._next(connection, stream, partition) < end:
+                with self._writing(connection):
+                    self._take_in(connection, stream, partition, end)
+
+    def _take_in(
+        self, connection: apsw.Connection, stream: Stream, partition: int, end: int
+    ) -> None:
+        start = self._next(connection, stream, partition)  # another process may have been here
+        try:
+            for batch in self._read(stream, partition, start, end):
+                self._save(connection, stream, partition, batch)
+        except OffsetGoneError as gone:
+            self._run(connection, "save_place", stream.id, partition, gone.earliest, 0)
+            self._take_in(connection, stream, partition, end)
+            return
+        if start < end:
+            self._run(connection, "save_place", stream.id, partition, end, 0)
+
+    def _next(self, connection: apsw.Connection, stream: Stream, partition: int) -> int:
+        row = connection.execute(_sql("place"), (stream.id, partition)).fetchone()
+        return 0 if row is None else int(row[0])
+
+    def _save(
+        self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
+    ) -> None:
+        if stream.spec.ids == "producer":
+            rows = Rows(connection, batch.runs[0].time_us)
+            take_new(rows, stream.id, batch.ids().to_pylist())
+        if stream.spec.table:
+            self._save_entries(connection, stream, partition, batch)
+
+    def _save_entries(
+        self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
+    ) -> None:
+        before_us = time.time_ns() // 1000 - KEPT_US
+        changes = (
+            self._by_action(connection, stream, batch)
+            if stream.spec.entries != "value"
+            else self._by_value(stream, batch, before_us)
+        )
+        saved = [
+            (stream.id, key, _rank(stream, key, partition), offset, partition, value)
+            for key, value, offset in changes
+        ]
+        connection.executemany(_sql("save_version"), saved)
+        self._run(
+            connection, "save_mark", stream.id, partition, batch.runs[0].time_us,
+            batch.first_offset,
+        )  # fmt: skip
+        row = connection.execute(_sql("floor"), (stream.id, partition, before_us)).fetchone()
+        floor = 0 if row is None or row[0] is None else int(row[0])
+        if floor:
+            connection.executemany(
+                _sql("forget_versions"), [(stream.id, one[1], partition, floor) for one in saved]
+            )
+            self._run(connection, "forget_marks", stream.id, partition, floor)
+        self._run(connection, "save_place", stream.id, partition, batch.next_offset, floor)
+
+    @staticmethod
+    def _by_value(
+        stream: Stream, batch: Batch, before_us: int
+    ) -> list[tuple[bytes, bytes | None, int]]:
+        """Every change counts, since a pin may lie between two; of old ones the last of a key."""
+        stored, offsets = batch.explicit(), batch.offsets().to_pylist()
+        if batch.runs[-1].time_us < before_us:
+            changes = entry_changes(stream, stored)
+            places = [offsets[row] for row in changes.rows]
+            return list(zip(changes.keys, changes.values, places, strict=True))
+        return list(zip(batch.keys().to_pylist(), packed(stream, stored), offsets, strict=True))
+
+    def _by_action(
+        self, connection: apsw.Connection, stream: Stream, batch: Batch
+    ) -> list[tuple[bytes, bytes | None, int]]:
+        """Sets and lists, by what was done to each."""
+        pack, unpack = Collections.of(stream).pack, unpacker(stream)
+        keys = cast(list[bytes], batch.keys().to_pylist())
+        before = self._latest(connection, stream.id, sorted(set(keys)))
+        held = {key: cast(Collection, unpack(entry.value)) for key, entry in before.items()}
+        found = []
+        for key, value, offset in zip(
+            keys, batch.values(), batch.offsets().to_pylist(), strict=True
+        ):
+            told = cast(Any, value)
+            action = Action("delete") if told is None else Action(
+                told.action, told.value, told.values
+            )  # fmt: skip
+            after = replay(stream.spec.entries, held.get(key), action)
+            if after is None:
+                held.pop(key, None)
+            else:
+                held[key] = after
+            found.append((key, None if after is None else pack(after), offset))
+        return found
+
+    # Entries
+
+    def get(
+        self, stream: Stream, keys: Sequence[bytes], at: Mapping[int, int] | None
+    ) -> list[Entry | None]:
+        found = self._latest(self._connection(), stream.id, sorted(set(keys)), at)
+        return [found.get(key) for key in keys]
+
+    def _latest(
+        self, connection: apsw.Connection, stream_id: int, keys: Sequence[bytes],
+        at: Mapping[int, int] | None = None,
+    ) -> dict[bytes, Entry]:  # fmt: skip
+        if not keys:
+            return {}
+        values: tuple[Any, ...] = (apsw.carray(tuple(keys)), stream_id)
+        if at is not None:
+            values += (msgspec.json.encode(at).decode(),)
+        name = "latest" if at is None else "latest_at"
+        rows: list[Row] = connection.execute(_sql(name), values).fetchall()
+        return {row[0]: Entry(*row) for row in rows}
+
+    def page(
+        self, stream: Stream, after: bytes | None, limit: int, at: Mapping[int, int] | None
+    ) -> list[Entry]:
+        return self._page(self._connection(), stream.id, after, limit, at)
+
+    def _page(
+        self, connection: apsw.Connection, stream_id: int, after: bytes | None, limit: int,
+        at: Mapping[int, int] | None,
+    ) -> list[Entry]:  # fmt: skip
+        values: tuple[Any, ...] = (stream_id, after or b"", limit)
+        if at is not None:
+            values += (msgspec.json.encode(at).decode(),)
+        name = "page" if at is None else "page_at"
+        rows: list[Row] = connection.execute(_sql(name), values).fetchall()
+        return [Entry(*row) for row in rows]
+
+    def floor(self, stream: Stream, partition: int) -> int:
+        """Before this offset, older versions may have been let go."""
+        row = self._connection().execute(_sql("place"), (stream.id, partition)).fetchone()
+        return 0 if row is None else int(row[1])
+
+    # Ids
+
+    def held(self, stream: Stream, ids: Sequence[str]) -> list[int]:
+        """The rows whose ids the stream holds, or that repeat one before them."""
+        connection = self._connection()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            return take_new(Rows(connection, 0), stream.id, ids)
+        finally:
+            connection.execute("ROLLBACK")
+
+    # Inside
+
+    @contextlib.contextmanager
+    def _writing(self, connection: apsw.Connection) -> Iterator[None]:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+
+    @staticmethod
+    def _run(connection: apsw.Connection, name: str, *values: object) -> None:
+        connection.execute(_sql(name), values)
+
+
+class Rows:
+    """A write transaction, as `take_new` wants it."""
+
+    def __init__(self, connection: apsw.Connection, time_us: int) -> None:
+        self.time_us = time_us
+        self._connection = connection
+
+    def run(self, name: str, *values: object) -> None:
+        self._connection.execute(_sql(name), values)
+
+    def look(self, name: str, *values: object) -> Row | None:
+        return self._connection.execute(_sql(name), values).fetchone()
+
+    def look_all(self, name: str, *values: object) -> Sequence[Row]:
+        given = values[0] if len(values) == 1 and isinstance(values[0], dict) else values
+        return self._connection.execute(_sql(name), cast(Any, given)).fetchall()
+
+
+def _rank(stream: Stream, key: bytes, partition: int) -> int:
+    """The latest growth of the stream after which the key lives in this partition."""
+    if len(stream.grown) == 1:
+        return 0
+    crc = zlib.crc32(key)
+    return max((i for i, count in enumerate(stream.grown) if crc % count == partition), default=0)

@@ -1,0 +1,118 @@
+"""Tables on Kafka: entries materialised from their changelog, now and at a pinned moment."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import LimitError, PinExpiredError
+from penstock.log.api import Entry, Limits, Pin
+from penstock.log.kafka.client import Cluster
+from penstock.log.kafka.reading import Reader
+from penstock.log.kafka.store import Store
+from penstock.log.objects import Stream
+from penstock.log.table import check_table
+from penstock.records.event import partition_of
+
+SNAPSHOT_ROWS = 4096
+GIVEN_BACK_MAX = 10_000
+Places = dict[int, int]
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """What a pin's token says: which it is, and where each table ended then."""
+
+    name: str
+    ends: dict[int, Places]
+
+
+class Tables:
+    """Reads entries; the local file is brought up to date first. For any thread."""
+
+    def __init__(self, cluster: Cluster, reader: Reader, limits: Limits, path: Path) -> None:
+        self._cluster = cluster
+        self._reader = reader
+        self._limits = limits
+        self.store = Store(path, reader.read)
+        self._given_back: set[str] = set()
+
+    def get(self, stream: Stream, keys: Sequence[bytes], at: Pin | None) -> list[Entry | None]:
+        check_table(stream)
+        homes = sorted({partition_of(key, n) for key in keys for n in stream.grown})
+        with self._caught_up(stream, self._places(stream, at), homes) as (store, places):
+            return store.get(stream, keys, places)
+
+    def page(self, stream: Stream, after: bytes | None, limit: int, at: Pin | None) -> list[Entry]:
+        check_table(stream)
+        if not 1 <= limit <= self._limits.page_rows_max:
+            raise LimitError(
+                f"a page has 1 to {self._limits.page_rows_max} entries (page_rows_max), not {limit}"
+            )
+        with self._caught_up(stream, self._places(stream, at)) as (store, places):
+            return store.page(stream, after, limit, places)
+
+    def snapshot(self, stream: Stream) -> Iterator[list[Entry]]:
+        check_table(stream)
+        moment = self._ends([stream]).get(stream.id, {})
+        after: bytes | None = None
+        while True:
+            with self._caught_up(stream, moment) as (store, places):
+                rows = store.page(stream, after, SNAPSHOT_ROWS, places)
+            if not rows:
+                return
+            yield rows
+            after = rows[-1].key
+
+    def pin(self, streams: Sequence[Stream], duration_s: float) -> Pin:
+        """Remember where each table ends now; Kafka keeps the rest."""
+        ends = self._ends([stream for stream in streams if stream.spec.table])
+        expires = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=duration_s)
+        return Pin(msgspec.json.encode(Pinned(secrets.token_hex(4), ends)).decode(), expires)
+
+    def unpin(self, pin: Pin) -> None:
+        if len(self._given_back) >= GIVEN_BACK_MAX:
+            self._given_back.clear()
+        self._given_back.add(pin.token)
+
+    def _places(self, stream: Stream, pin: Pin | None) -> Places | None:
+        if pin is None:
+            return None
+        if pin.token in self._given_back or pin.expires <= dt.datetime.now(dt.UTC):
+            raise PinExpiredError(
+                f"the pin expired at {pin.expires.isoformat()} or was given back: pin again"
+            )
+        return msgspec.json.decode(pin.token, type=Pinned).ends.get(stream.id, {})
+
+    def _ends(self, streams: Sequence[Stream]) -> dict[int, Places]:
+        """Where the partitions of these streams end now, by the stream's id."""
+        names = {self._cluster.address.topic(stream.name): stream for stream in streams}
+        places = [(name, p) for name, stream in names.items() for p in range(stream.partitions)]
+        found: dict[int, Places] = {}
+        for (name, partition), end in self._cluster.ends(places, committed=True).items():
+            found.setdefault(names[name].id, {})[partition] = end
+        return found
+
+    @contextlib.contextmanager
+    def _caught_up(
+        self, stream: Stream, at: Places | None, partitions: Sequence[int] | None = None
+    ) -> Iterator[tuple[Store, Places | None]]:
+        """A store that has everything up to then; and `at`, where it may have more."""
+        chosen = range(stream.partitions) if partitions is None else partitions
+        ends = self._ends([stream])[stream.id] if at is None else at
+        wanted = {partition: ends.get(partition, 0) for partition in chosen}
+        self.store.catch_up(stream, wanted)
+        if at is None or all(self.store.floor(stream, p) <= wanted[p] for p in chosen):
+            yield self.store, at
+            return
+        # The file has let go of versions that old: what Kafka still has is put together again.
+        older = Store(None, self._reader.read)
+        try:
+            older.catch_up(stream, wanted)
+            yield older, at
+        finally:
+            older.close()

@@ -1,0 +1,129 @@
+"""Looking after a log on Kafka: retention to the minute, and sweeping what nobody committed.
+
+Kafka removes old events by itself, in whole segments and when it comes to it. A round of upkeep
+does it at once, and looks after what is Penstock's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from confluent_kafka import TopicPartition
+
+from penstock.log.api import Upkeep
+from penstock.log.kafka.client import Cluster
+from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line
+from penstock.log.kafka.messages import offset_of
+from penstock.log.kafka.session import Sessions, TakenError, UnknownError
+from penstock.log.kafka.staging import PARTITIONS, Place, Staging, Tag
+from penstock.log.objects import Stream
+
+EPHEMERAL_S = 7 * 24 * 3600
+
+
+class Housekeeper:
+    """Carries out rounds of upkeep; beside readers and writers, and beside others of its kind."""
+
+    def __init__(
+        self, cluster: Cluster, sessions: Sessions, ledger: Ledger, staging: Staging
+    ) -> None:
+        self._cluster = cluster
+        self._sessions = sessions
+        self._ledger = ledger
+        self._staging = staging
+        self._counted: dict[int, int] = {}
+
+    def round(self, streams: Sequence[Stream]) -> Upkeep:
+        expired = sum(self._expire(stream) for stream in streams)
+        producers = dict(self._ledger.producers())
+        return Upkeep(
+            batches_expired=expired,
+            pieces_swept=self._sweep(producers),
+            producers_forgotten=self._forget(producers),
+        )
+
+    # Retention
+
+    def _expire(self, stream: Stream) -> int:
+        """Remove events that are older than the stream keeps them; the number of partitions."""
+        if stream.spec.retention_ms is None or stream.spec.table:
+            return 0
+        topic = self._cluster.address.topic(stream.name)
+        places = [(topic, partition) for partition in range(stream.partitions)]
+        firsts = self._cluster.firsts(places)
+        ends = self._cluster.ends(places, committed=True)
+        before_ms = time.time_ns() // 1_000_000 - stream.spec.retention_ms
+        due = []
+        for place in places:
+            found = self._cluster.offset_at(*place, before_ms)
+            until = ends[place] if found is None else min(found, ends[place])
+            if until > firsts[place]:
+                due.append(TopicPartition(*place, until))
+        return self._remove(due)
+
+    def _remove(self, before: Sequence[TopicPartition]) -> int:
+        if before:
+            asked = self._cluster.admin.delete_records(list(before))
+            self._cluster.done("removing old events", asked)
+        return len(before)
+
+    # Staged events
+
+    def _sweep(self, producers: dict[str, ProducerState]) -> int:
+        """Remove what is staged up to the first piece that may still be committed."""
+        places = [(self._staging.topic, partition) for partition in range(PARTITIONS)]
+        firsts = self._cluster.firsts(places)
+        ends = self._cluster.ends(places, committed=True)
+        committed = {number for state in producers.values() for number in state.pieces}
+        swept, due = 0, []
+        for place in places:
+            until = firsts[place]
+            if ends[place] == until:
+                continue
+            for message in self._staging.messages(place[1], until, ends[place]):
+                key, offset = message.key(), offset_of(message)
+                tag = None if key is None else msgspec.json.decode(key, type=Tag)
+                if tag is not None and _is_live(tag, producers.get(tag.producer)):
+                    break
+                number = Place(place[1], offset).number()
+                if number not in committed and offset >= self._counted.get(place[1], 0):
+                    swept += 1
+                until = offset + 1
+            self._counted[place[1]] = until
+            if until > firsts[place]:
+                due.append(TopicPartition(*place, until))
+        self._remove(due)
+        return swept
+
+    # Producers
+
+    def _forget(self, producers: dict[str, ProducerState]) -> int:
+        """Strike ephemeral producers out that have not committed for long."""
+        before_us = time.time_ns() // 1000 - EPHEMERAL_S * 1_000_000
+        old = [n for n, state in producers.items() if state.ephemeral and state.time_us < before_us]
+        deadline = time.monotonic() + self._cluster.timeout_s
+        for name in old:
+            with self._sessions.using(f"producer.{name}") as session:
+                try:
+                    session.close()
+                    session.open()
+                    line = producer_line(name, None)
+                    session.transact(
+                        lambda s=session, n=line: s.send(  # type: ignore[misc]
+                            self._ledger.topic, n.partition, n.key, n.value
+                        ),
+                        deadline,
+                    )
+                except (TakenError, UnknownError):
+                    continue
+                finally:
+                    session.close()
+        return len(old)
+
+
+def _is_live(tag: Tag, state: ProducerState | None) -> bool:
+    if state is None or state.epoch != tag.epoch:
+        return False
+    return state.sequence is None or tag.sequence > state.sequence

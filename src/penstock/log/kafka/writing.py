@@ -1,0 +1,431 @@
+"""Commits on Kafka: numbered, fenced, and one transaction each.
+
+A process commits for a producer only while its session of that name is open: opening it closes
+every other one, and only then is the ledger read. So what a session knows of its producer is
+right until a commit fails, and then everything is opened and read again.
+
+Events of an `ids="producer"` stream are written by a session of the stream's own, since only
+one writer at a time can compare with the ids it holds. A producer's line in the ledger names
+the streams for which it did that, and whoever opens the producer opens their sessions too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import (
+    CommitOutcomeUnknownError,
+    FencedError,
+    LogBusyError,
+    LogError,
+    PenstockError,
+    PieceError,
+    SequenceError,
+    UsageError,
+)
+from penstock.failpoints import FailpointError, failpoint
+from penstock.log.api import (
+    Commit,
+    CommitOptions,
+    Committed,
+    Holder,
+    Limits,
+    Part,
+    Piece,
+    Placement,
+)
+from penstock.log.checks import check_columns
+from penstock.log.kafka.client import Cluster
+from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line, progress_line
+from penstock.log.kafka.objects import Catalogue
+from penstock.log.kafka.sending import Prepared, Sent, prepare
+from penstock.log.kafka.session import (
+    NotCommittedError,
+    Session,
+    Sessions,
+    TakenError,
+    UnknownError,
+)
+from penstock.log.kafka.staging import Staging, Tag
+from penstock.log.kafka.tables import Tables
+from penstock.log.objects import Stream
+from penstock.log.partitioning import chunks
+from penstock.records.event import from_microseconds, ids_of, numbered
+
+RETRY_PAUSE_S = 0.05
+HOLD_TRIES_MAX = 20
+VISIBLE_S = 2.0
+"""A commit waits so long to be readable; another one under way can hold it back longer."""
+
+
+class Writer:
+    """Holds producers, stages and commits. For any thread."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        sessions: Sessions,
+        ledger: Ledger,
+        catalogue: Catalogue,
+        staging: Staging,
+        tables: Tables,
+        limits: Limits,
+    ) -> None:
+        self._cluster = cluster
+        self._sessions = sessions
+        self._ledger = ledger
+        self._catalogue = catalogue
+        self._staging = staging
+        self._tables = tables
+        self._limits = limits
+        self._uncertain: set[tuple[str, int]] = set()
+
+    # Producers
+
+    def hold(self, producer: str, ephemeral: bool) -> Holder:
+        for _ in range(HOLD_TRIES_MAX):
+            with self._sessions.using(f"producer.{producer}") as session, explained():
+                with contextlib.suppress(TakenError, UnknownError):
+                    state = self._opened(session, producer)
+                    held = msgspec.structs.replace(
+                        state, epoch=state.epoch + 1, ephemeral=ephemeral, time_us=_now_us()
+                    )
+                    self._save_state(session, producer, held)
+                    failpoint("hold.epoch")
+                    return Holder(producer, held.epoch)
+        raise LogBusyError(f"the producer {producer} is opened by others all the time: stop them")
+
+    def _opened(self, session: Session, producer: str) -> ProducerState:
+        """What the ledger says of the producer that the session is of, and nobody can change."""
+        if not session.is_open:
+            session.open()
+            state = self._ledger.producer(producer) or ProducerState()
+            for stream in state.via:
+                with self._sessions.using(_ids_session(stream)) as ids:
+                    ids.close()
+                    ids.open()
+            if state.via:
+                state = self._ledger.producer(producer) or ProducerState()
+            session.state = state
+        return session.state
+
+    def _save_state(self, session: Session, producer: str, state: ProducerState) -> None:
+        line = producer_line(producer, state)
+        deadline = time.monotonic() + self._cluster.timeout_s
+        session.transact(
+            lambda: session.send(self._ledger.topic, line.partition, line.key, line.value), deadline
+        )
+        session.state = state
+
+    # Staging
+
+    def stage(self, holder: Holder, sequence: int, part: Part, options: CommitOptions) -> Piece:
+        stream = self._catalogue.stream(part.stream)
+        check_columns(stream, part.batch)
+        state = _held(holder, self._ledger.producer(holder.producer))
+        if state.sequence is not None and sequence <= state.sequence:
+            raise SequenceError(
+                f"the producer {holder.producer} has committed {state.sequence} already: nothing "
+                f"can be staged for {sequence}"
+            )
+        failpoint("stage.begun")
+        tag = Tag(holder.producer, holder.epoch, sequence, stream.id)
+        batches = chunks(part.batch, self._limits)
+        piece = self._staging.write(tag, part.stream, batches, options.compression)
+        failpoint("stage.committed")
+        return piece
+
+    # Committing
+
+    def commit(
+        self, holder: Holder, sequence: int, commit: Commit, options: CommitOptions
+    ) -> Committed:
+        """Try until it is known what became of it, or the time is over."""
+        name = (holder.producer, sequence)
+        deadline = time.monotonic() + options.timeout_ms / 1000
+        while True:
+            try:
+                done = self._attempt(holder, sequence, commit, deadline)
+                self._uncertain.discard(name)
+                return done
+            except TakenError:
+                failed: PenstockError = LogBusyError(
+                    f"the producer {holder.producer} is used by other processes all the time"
+                )
+            except UnknownError as error:
+                self._uncertain.add(name)
+                failed = _cause(error)
+            except NotCommittedError as error:
+                failed = _cause(error)
+            except (FencedError, SequenceError):
+                self._uncertain.discard(name)
+                raise
+            except CommitOutcomeUnknownError:
+                self._uncertain.add(name)
+                raise
+            except PenstockError as error:
+                failed = error
+            if not failed.retriable or time.monotonic() > deadline:
+                raise self._outcome(name, failed) from failed
+            time.sleep(RETRY_PAUSE_S * random.uniform(0.5, 2))  # noqa: S311  so that two take turns
+
+    def _outcome(self, name: tuple[str, int], failed: PenstockError) -> PenstockError:
+        """What to say of a commit that was given up."""
+        if name not in self._uncertain:
+            return failed
+        return CommitOutcomeUnknownError(
+            f"the commit may or may not have happened ({failed}); commit again under the same name "
+            "to find out"
+        )
+
+    def _attempt(self, holder: Holder, sequence: int, commit: Commit, deadline: float) -> Committed:
+        """One try.
+
+        1. Open the producer's session, unless it is open, and look at its line of the ledger.
+        2. The holder must hold it, and the sequence be new; a repeated one returns its outcome.
+        3. Send the events, wait until they have offsets, then send progress and the outcome.
+        4. Commit the transaction, and wait until readers see it.
+        """
+        with self._sessions.using(f"producer.{holder.producer}") as session:
+            state = _held(holder, self._opened(session, holder.producer))
+            if state.committed is not None and sequence <= state.committed.sequence:
+                return _repeated(holder, sequence, state.committed)
+            prepared = self._prepared(holder, sequence, commit)
+            failpoint("commit.prepared")
+            with self._writer(session, holder, prepared) as (writer, compared):
+                sent = [Sent(item, self._topic(item.stream)) for item in compared]
+                after = self._transact(writer, session, holder, sequence, sent, commit, deadline)
+            session.state = after
+        done = after.committed
+        assert done is not None  # noqa: S101  just made
+        self._reached(holder.producer)
+        self._until_visible(done.placements)
+        return done
+
+    @staticmethod
+    def _reached(producer: str) -> None:
+        try:
+            failpoint("commit.committed")
+        except FailpointError as error:
+            raise CommitOutcomeUnknownError(
+                f"the commit of {producer} may or may not have happened; commit again under the "
+                "same name to find out"
+            ) from error
+
+    def _transact(
+        self, writer: Session, session: Session, holder: Holder, sequence: int,
+        sent: Sequence[Sent], commit: Commit, deadline: float,
+    ) -> ProducerState:  # fmt: skip
+        def fill() -> ProducerState:
+            failpoint("commit.begun")
+            for item in sent:
+                item.send(writer)
+            failpoint("commit.blobs")
+            writer.flush(deadline)
+            failpoint("commit.index")
+            times = [item.time_ms for item in sent if item.time_ms is not None]
+            committed = Committed(
+                producer=holder.producer,
+                sequence=sequence,
+                commit=0,
+                time=from_microseconds(min(times) * 1000 if times else _now_us()),
+                placements=tuple(item.placement(self._cluster) for item in sent),
+            )
+            pieces = tuple(number for piece in commit.pieces for number in piece.batches)
+            state = msgspec.structs.replace(
+                session.state, committed=committed, pieces=pieces, time_us=_now_us()
+            )
+            lines = [progress_line(key, value) for key, value in commit.progress.items()]
+            for line in [*lines, producer_line(holder.producer, state)]:
+                writer.send(self._ledger.topic, line.partition, line.key, line.value)
+            failpoint("commit.progress")
+            writer.flush(deadline)
+            failpoint("commit.producer")
+            return state
+
+        try:
+            return writer.transact(fill, deadline)
+        except (TakenError, UnknownError):
+            session.close()  # it must be found out anew what became of it
+            raise
+
+    def _topic(self, stream: Stream) -> str:
+        return self._cluster.address.topic(stream.name)
+
+    # What is to be written
+
+    def prepare(self, part: Part) -> Part:
+        stream = self._catalogue.stream(part.stream)
+        check_columns(stream, part.batch)
+        ready = prepare(stream, [part.batch], self._limits, ahead=stream.spec.ids != "producer")
+        return msgspec.structs.replace(part, ready=ready)
+
+    def _prepared(self, holder: Holder, sequence: int, commit: Commit) -> list[Prepared]:
+        made = []
+        for part in commit.parts:
+            stream = self._catalogue.stream(part.stream)
+            ready = part.ready
+            if isinstance(ready, Prepared) and ready.stream is stream:
+                made.append(ready)
+                continue
+            check_columns(stream, part.batch)
+            made.append(prepare(stream, [part.batch], self._limits))
+        if commit.pieces:
+            streams = {p.stream: self._catalogue.stream(p.stream) for p in commit.pieces}
+            staged = self._staged(holder, sequence, commit.pieces, streams)
+            for piece in commit.pieces:
+                batches = [staged[number] for number in piece.batches]
+                made.append(prepare(streams[piece.stream], batches, self._limits))
+        return made
+
+    def _staged(
+        self, holder: Holder, sequence: int, pieces: Sequence[Piece], streams: Mapping[str, Stream]
+    ) -> dict[int, pa.RecordBatch]:
+        numbers = [number for piece in pieces for number in piece.batches]
+        if len(set(numbers)) < len(numbers):
+            raise PieceError("a staged piece is named twice")
+        tags = {
+            number: Tag(holder.producer, holder.epoch, sequence, streams[piece.stream].id)
+            for piece in pieces
+            for number in piece.batches
+        }
+        found = self._staging.read(tags)
+        failpoint("publish.pieces")
+        return found
+
+    @contextlib.contextmanager
+    def _writer(
+        self, session: Session, holder: Holder, prepared: Sequence[Prepared]
+    ) -> Iterator[tuple[Session, Sequence[Prepared]]]:
+        """Whose transaction it is, and what is left to write after comparing ids."""
+        comparing = {p.stream.id: p.stream for p in prepared if p.stream.spec.ids == "producer"}
+        if not comparing:
+            yield session, prepared
+            return
+        if len(comparing) > 1:
+            names = " and ".join(str(stream.name) for stream in comparing.values())
+            raise UsageError(
+                f"{names} both have ids from the producer: on Kafka a commit may write to one such "
+                "stream, since each has a writer of its own; commit them one after the other"
+            )
+        stream = next(iter(comparing.values()))
+        name = self._topic(stream)
+        if name not in session.state.via:
+            via = (*session.state.via, name)
+            state = msgspec.structs.replace(session.state, via=via)
+            self._save_state(session, holder.producer, state)
+        with self._sessions.using(_ids_session(name)) as ids:
+            if not ids.is_open:
+                # Somebody else compared since; they may also have opened our producer.
+                ids.open()
+                session.close()
+                raise TakenError
+            yield ids, self._without_held(stream, prepared)
+            failpoint("commit.ids")
+
+    def _without_held(self, stream: Stream, prepared: Sequence[Prepared]) -> list[Prepared]:
+        """Without the events whose ids the stream holds already."""
+        topic = self._topic(stream)
+        end = self._cluster.ends([(topic, 0)], committed=True)[topic, 0]
+        self._tables.store.catch_up(stream, {0: end})
+        mine = [item for item in prepared if item.stream.id == stream.id]
+        ids = [
+            id_ for item in mine for chunk in item.chunks for id_ in ids_of(chunk.batch).to_pylist()
+        ]
+        gone = set(self._tables.store.held(stream, ids))
+        made, at = [], 0
+        for item in prepared:
+            if item.stream.id != stream.id:
+                made.append(item)
+                continue
+            rows = sum(chunk.batch.num_rows for chunk in item.chunks)
+            dropped = tuple(row - at for row in sorted(gone) if at <= row < at + rows)
+            at += rows
+            made.append(_thinned(item, dropped) if dropped else item)
+        return made
+
+    # Being seen
+
+    def _until_visible(self, placements: Sequence[Placement]) -> None:
+        """Wait until what was committed can be read; only for so long, for it is safe anyway."""
+        last: dict[tuple[str, int], int] = {}
+        for placement in placements:
+            with contextlib.suppress(UsageError):  # dropped in the meantime
+                topic = self._topic(self._catalogue.stream(placement.stream))
+                for partition, first, rows in placement.ranges:
+                    last[topic, partition] = max(last.get((topic, partition), 0), first + rows - 1)
+        deadline = time.monotonic() + VISIBLE_S
+        while last and time.monotonic() < deadline:
+            try:
+                ends = self._cluster.ends(list(last), committed=True)
+            except LogError:
+                return
+            last = {place: offset for place, offset in last.items() if ends[place] <= offset}
+            if last:
+                time.sleep(0.001)
+
+
+def _thinned(item: Prepared, dropped: tuple[int, ...]) -> Prepared:
+    at, kept = 0, []
+    gone = set(dropped)
+    for chunk in item.chunks:
+        rows = chunk.batch.num_rows
+        mask = pa.array([at + row not in gone for row in range(rows)])
+        at += rows
+        if pc.any(mask).as_py():
+            batch = numbered(chunk.batch).filter(mask)
+            kept.append(msgspec.structs.replace(chunk, batch=batch, encoded=None))
+    return Prepared(item.stream, kept, dropped)
+
+
+def _ids_session(topic: str) -> str:
+    return f"ids.{topic}"
+
+
+def _held(holder: Holder, state: ProducerState | None) -> ProducerState:
+    """The state of the producer, if the holder holds it."""
+    if state is None or state.epoch == 0:
+        raise FencedError(
+            f"the producer {holder.producer} is not known here (it may have been forgotten after "
+            "long disuse): open it again"
+        )
+    if state.epoch != holder.epoch:
+        raise FencedError(
+            f"the producer {holder.producer} was opened again (epoch {state.epoch}); this holder "
+            f"(epoch {holder.epoch}) may write no more"
+        )
+    return state
+
+
+def _repeated(holder: Holder, sequence: int, last: Committed) -> Committed:
+    if sequence < last.sequence:
+        raise SequenceError(
+            f"the producer {holder.producer} has committed {last.sequence}; {sequence} is older "
+            "and was either committed before or skipped"
+        )
+    return msgspec.structs.replace(last, repeated=True)
+
+
+def _cause(error: Exception) -> PenstockError:
+    cause = error.__cause__
+    return cause if isinstance(cause, PenstockError) else LogError(f"Kafka: {cause}")
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """What did not happen is told by its cause."""
+    try:
+        yield
+    except NotCommittedError as error:
+        raise _cause(error) from error
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
