@@ -21,8 +21,9 @@ TIMEOUT_S = 120
 class Runner:
     """Starts workloads on one log and remembers everything they said."""
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, url: str | None = None) -> None:
         self.path = path
+        self.url = url or str(path)
         self.seed = seed
         self.lines: list[str] = []
         self._errors = path.with_suffix(".stderr")
@@ -35,7 +36,7 @@ class Runner:
         fault: Fault | None = None,
     ) -> subprocess.Popen[str]:
         command = [
-            sys.executable, "-m", "penstock.testing.workload", str(self.path),
+            sys.executable, "-m", "penstock.testing.workload", self.url,
             "--seed", str(self.seed), "--commits", str(commits), "--producer", producer,
         ]  # fmt: skip
         if fault is not None:
@@ -73,6 +74,6 @@ class Runner:
 
     def judge(self) -> None:
         """Fail the test if a promise was broken."""
-        with open_log(self.path, upkeep_interval_ms=0) as log:
+        with open_log(self.url, upkeep_interval_ms=0) as log:
             wrong = judge(log, self.said(), self.seed)
         assert not wrong, "\n".join(wrong)

@@ -12,11 +12,18 @@ import msgspec
 from penstock.app.claims import claim
 from penstock.app.positions import Position, saved_position
 from penstock.errors import UnknownObjectError, UsageError
+from penstock.log import is_path, log_path
 from penstock.log.api import Log
 from penstock.log.objects import CreateStream, DropStream
 
 From = Literal["earliest", "latest"]
 Output = Literal["keep", "clear"]
+
+
+def default_checkpoints(url: str) -> Path:
+    """Where Spark keeps its state unless told: beside the log, or of one on Kafka, here."""
+    path = log_path(url) if is_path(url) else Path("penstock")
+    return path.with_name(f"{path.name}.spark").resolve()
 
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from penstock.app.loading import load_app
 from penstock.app.plan import plan
 from penstock.app.query import QueryLimits
 from penstock.app.reports import agent_rows
-from penstock.app.reset import reset_query
+from penstock.app.reset import default_checkpoints, reset_query
 from penstock.app.runner import QueryStatus, Runner
 from penstock.app.streams import AppStream
 from penstock.cli.options import (
@@ -34,7 +34,6 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import note, say, say_json, stderr, table
 from penstock.errors import UsageError
-from penstock.log import log_path
 
 REFRESH_S = 0.5
 LINES_S = 5.0
@@ -132,8 +131,7 @@ def _setting(text: str) -> tuple[str, str]:
 def _checkpoints(context: typer.Context, log: str | None, given: Path | None) -> Path:
     if given is not None:
         return given.resolve()
-    path = log_path(log_url(context, log))
-    return path.with_name(f"{path.name}.spark").resolve()
+    return default_checkpoints(log_url(context, log))
 
 
 @contextlib.contextmanager

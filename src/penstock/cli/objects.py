@@ -19,6 +19,7 @@ from penstock.cli.options import (
     change_log,
     empty_log,
     examples,
+    log_exists,
     log_url,
     open_named,
 )
@@ -346,9 +347,11 @@ def apply(
             _show_plan(make_plan(opened, catalogue), json)
         return
 
+    url = log_url(context, log)
+
     def carry_out(opened: Log) -> list[Step]:
         plan = make_plan(opened, catalogue)
-        if opened.url == str(log_path(log_url(context, log))):  # not at the rehearsal
+        if opened.url in (url, str(log_path(url))):  # not at the rehearsal
             _show_plan(plan, json)
         destructive = [step.description for step in plan if step.destructive]
         if destructive and not allow_destructive:
@@ -371,7 +374,7 @@ def _log_or_empty(
     context: typer.Context, log: str | None, options: list[str] | None
 ) -> Iterator[Log]:
     """The log, or where there is none yet, an empty one that leaves nothing behind."""
-    if log_path(log_url(context, log)).exists():
+    if log_exists(context, log, options):
         with open_named(context, log, options) as opened:
             yield opened
     else:

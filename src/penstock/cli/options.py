@@ -12,9 +12,10 @@ from typing import Annotated, TypeVar
 import msgspec
 import typer
 
-from penstock.errors import UsageError
-from penstock.log import OptionValue, log_path, open_log
-from penstock.log.api import Log
+from penstock.errors import LogFormatError, UsageError
+from penstock.log import OptionValue, is_path, log_path, open_log
+from penstock.log.api import Limits, Log
+from penstock.log.objects import Defaults
 
 T = TypeVar("T")
 DEFAULT_LOG = "penstock.db"
@@ -31,7 +32,7 @@ LogOption = Annotated[
     typer.Option(
         "--log",
         metavar="URL",
-        help="The log: a path for an embedded one. Default: PENSTOCK_LOG, or penstock.db.",
+        help="The log: a path, or kafka://HOST:PORT,… Default: PENSTOCK_LOG, or penstock.db.",
         rich_help_panel="Log",
     ),
 ]
@@ -40,7 +41,8 @@ LogOptionsOption = Annotated[
     typer.Option(
         "--log-option",
         metavar="NAME=VALUE",
-        help="An option of the log, such as event_bytes_max=2000000; may be repeated.",
+        help="An option of the log, such as event_bytes_max=2000000, or one of Kafka's client, "
+        "such as security.protocol=SSL; may be repeated.",
         rich_help_panel="Log",
     ),
 ]
@@ -92,20 +94,32 @@ def change_log(
     Where it would have to be made, the work is rehearsed on an empty one first: a change that
     fails leaves no file behind, and no file is ever removed.
     """
-    if not log_path(log_url(context, log)).exists():
+    if not log_exists(context, log, options):
         with empty_log(options) as rehearsal:
             work(rehearsal)
     with open_named(context, log, options, create=True) as opened:
         return work(opened)
 
 
+def log_exists(context: typer.Context, log: str | None, options: list[str] | None) -> bool:
+    """Whether the log is there already. Raises where that cannot be told."""
+    url = log_url(context, log)
+    if is_path(url):
+        return log_path(url).exists()
+    try:
+        open_named(context, log, options).close()
+    except LogFormatError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def empty_log(options: list[str] | None) -> Iterator[Log]:
     """A new log that leaves nothing behind."""
+    known = (*Limits.__struct_fields__, *Defaults.__struct_fields__)
+    given = {n: value for n, value in parse_options(options or []).items() if n in known}
     with tempfile.TemporaryDirectory() as folder:
-        with open_log(
-            Path(folder, "empty.db"), create=True, **parse_options(options or [])
-        ) as opened:
+        with open_log(Path(folder, "empty.db"), create=True, **given) as opened:
             yield opened
 
 

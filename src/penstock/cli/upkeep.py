@@ -46,15 +46,15 @@ def verify(
     """Read the whole log and say what is damaged; exits with 1 if anything is."""
     found = 0
     with open_named(context, log, log_option) as opened:
-        facts = opened.facts()
+        streams = len(opened.streams())
         with progress_bar("verifying") as report:
             for damage in opened.verify(report):
                 found += 1
                 say_json(damage) if json else say(damage.message)
     if json:
-        say_json({"damaged": found, "batches": facts["batches"]})
+        say_json({"damaged": found, "streams": streams})
     elif not found:
-        say(f"{facts['batches']} batches verified: nothing is damaged")
+        say(f"{streams} streams verified: nothing is damaged")
     if found:
         raise typer.Exit(1)
 

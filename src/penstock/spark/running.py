@@ -10,8 +10,9 @@ from penstock.app.app import App
 from penstock.app.plan import plan
 from penstock.app.query import QueryLimits
 from penstock.app.reports import Reporter
+from penstock.app.reset import default_checkpoints
 from penstock.app.runner import Runner, RunnerOptions, build
-from penstock.log import OptionValue, log_path
+from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.backend import SparkBackend
 from penstock.spark.session import close_session, has_session, open_session
@@ -60,9 +61,3 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
     finally:
         if is_ours:
             close_session(spark)
-
-
-def default_checkpoints(url: str) -> Path:
-    """Where Spark keeps its state unless told: beside the log."""
-    path = log_path(url)
-    return path.with_name(f"{path.name}.spark").resolve()

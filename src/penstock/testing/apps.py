@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from penstock.app.streams import AppStream, Emit
 from penstock.app.tables import AppTable, Values, without_window
 from penstock.app.windows import Duration, duration_us
 from penstock.errors import PenstockError
-from penstock.log import open_log
+from penstock.log import OptionValue, open_log
 from penstock.log.api import Log
 from penstock.log.read import ReadOptions, read_batches
 from penstock.producer import Producer, ProducerOptions
@@ -57,7 +57,10 @@ test_session.__test__ = False  # type: ignore[attr-defined]  # for pytest: it is
 
 
 class AppTest:
-    """An app on a log of its own, with a clock that can be moved."""
+    """An app on a log of its own, with a clock that can be moved.
+
+    The log is an embedded one in `folder`, unless `log` names another.
+    """
 
     __test__ = False
 
@@ -70,9 +73,14 @@ class AppTest:
         only: Sequence[str] = (),
         limits: QueryLimits = QueryLimits(),
         tries_max: int = 3,
+        log: str | None = None,
+        log_options: Mapping[str, OptionValue] | None = None,
     ) -> None:
         self.app = app
         self.folder = folder
+        self._url = log or str(folder / "test.db")
+        self._log_options: dict[str, OptionValue] = {"upkeep_interval_ms": 0}
+        self._log_options.update(log_options or {})
         self._spark = spark
         self._only = only
         self._limits = limits
@@ -83,7 +91,7 @@ class AppTest:
         self._producer: Producer = None  # type: ignore[assignment]
 
     def __enter__(self) -> Self:
-        self.log = open_log(self.folder / "test.db", upkeep_interval_ms=0)
+        self.log = open_log(self._url, create=True, **self._log_options)
         try:
             self._start()
             self._producer = Producer(self.log, ProducerOptions(batch_delay_ms=0)).__enter__()
@@ -105,8 +113,9 @@ class AppTest:
         from penstock.spark.backend import SparkBackend
 
         return SparkBackend(
-            self._spark, self.folder / "checkpoints", limits=self._limits, clock=self.now_us
-        )
+            self._spark, self.folder / "checkpoints", limits=self._limits, clock=self.now_us,
+            log_options=self._log_options,
+        )  # fmt: skip
 
     def __exit__(
         self,

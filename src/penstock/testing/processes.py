@@ -27,7 +27,7 @@ class RunnerProcess:
     def __init__(
         self,
         app: Path,
-        log: Path,
+        log: Path | str,
         *,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,

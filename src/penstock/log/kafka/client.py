@@ -193,10 +193,17 @@ class Cluster:
     def _on_error(self, error: KafkaError) -> None:
         self._last_error = error.str()
 
+    def _hear(self) -> None:
+        """Take in what librdkafka has to say of the connection: it says so only when asked."""
+        with self._lock:
+            if self._admin is not None:
+                self._admin.poll(0)
+
     # Errors
 
     def translated(self, error: KafkaException | KafkaError, doing: str) -> Exception:
         """Our error for one of librdkafka's; `doing` says what did not happen."""
+        self._hear()
         found: KafkaError = error.args[0] if isinstance(error, KafkaException) else error
         said = found.str()
         code = found.code()

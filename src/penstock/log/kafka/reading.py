@@ -27,7 +27,6 @@ from penstock.log.kafka.client import MOMENTARY, Cluster
 from penstock.log.kafka.messages import decode, offset_of
 from penstock.log.objects import Stream
 
-IDLE_MAX = 8
 WAITING_MAX = 64
 READ_POLL_S = 0.2
 DRAIN_S = 0.02
@@ -48,7 +47,6 @@ class Reader:
     def __init__(self, cluster: Cluster, limits: Limits) -> None:
         self._cluster = cluster
         self._limits = limits
-        self._idle: dict[tuple[str, int, int], list[Consumer]] = {}
         self._waiting: dict[object, Consumer] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -90,7 +88,7 @@ class Reader:
             raise gone(stream, partition, start, first)
         if start >= end:
             return
-        with self._lent(stream, partition, start) as consumer:
+        with self._reading(stream, partition, start) as consumer:
             for messages in self._messages(consumer, stream, partition, end):
                 for found in decode(stream, messages):
                     if isinstance(found, DamagedError):
@@ -145,39 +143,17 @@ class Reader:
         raise self._cluster.translated(error, f"reading stream {stream.name}")
 
     @contextlib.contextmanager
-    def _lent(self, stream: Stream, partition: int, start: int) -> Iterator[Consumer]:
-        """A consumer that reads from `start`; kept for the next reader of the partition."""
-        name = (self._cluster.address.topic(stream.name), partition, stream.id)
-        place = TopicPartition(*name[:2], start)
-        with self._lock:
-            if self._closed:
-                raise ClosedError("this log is closed")
-            idle = self._idle.get(name)
-            consumer = idle.pop() if idle else None
-        if consumer is None:
-            consumer = self._cluster.consumer(**_READING)
-            consumer.assign([place])
-        else:
-            consumer.resume([place])
-            consumer.seek(place)
-        is_good = False
+    def _reading(self, stream: Stream, partition: int, start: int) -> Iterator[Consumer]:
+        """A consumer of its own: it reads sooner than one that was paused, or assigned anew."""
+        if self._closed:
+            raise ClosedError("this log is closed")
+        consumer = self._cluster.consumer(**_READING)
         try:
+            topic = self._cluster.address.topic(stream.name)
+            consumer.assign([TopicPartition(topic, partition, start)])
             yield consumer
-            is_good = True
         finally:
-            self._give_back(name, consumer if is_good else None, consumer)
-
-    def _give_back(
-        self, name: tuple[str, int, int], good: Consumer | None, consumer: Consumer
-    ) -> None:
-        if good is not None:
-            good.pause([TopicPartition(*name[:2])])
-        with self._lock:
-            count = sum(map(len, self._idle.values()))
-            if good is not None and not self._closed and count < IDLE_MAX:
-                self._idle.setdefault(name, []).append(good)
-                return
-        consumer.close()
+            consumer.close()
 
     # Waiting
 
@@ -231,9 +207,7 @@ class Reader:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            idle = [consumer for found in self._idle.values() for consumer in found]
-            idle += self._waiting.values()
-            self._idle, self._waiting = {}, {}
+            idle, self._waiting = list(self._waiting.values()), {}
         for consumer in idle:
             consumer.close()
 
