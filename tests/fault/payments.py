@@ -189,17 +189,21 @@ def random_kills(
 
 
 def kills_at(
-    log: Log, folder: Path, steps: Sequence[str], seed: int, *, options: Sequence[str] = ()
-) -> None:
-    """A process dies at each failpoint in turn, in a task or in the runner."""
+    log: Log, folder: Path, steps: Sequence[str], seed: int, commits: range, *,
+    options: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """A process dies at each failpoint in turn, in a task or in the runner.
+
+    At which of its commits is drawn from `commits`: a runner makes some before its first batch,
+    and most kills must hit a batch.
+    """
     chance = random.Random(seed)
     load = Load(log, 1)
     load.start()
     output = folder / "output.txt"
     died = 0
     for step in steps:
-        # A runner commits a good deal before its first batch; most kills must hit a batch.
-        at = chance.randrange(15, 50) if step.startswith("commit.") else chance.randrange(1, 6)
+        at = chance.choice(commits) if step.startswith("commit.") else chance.randrange(1, 6)
         with RunnerProcess(
             APP, log.url, arguments=[*arguments(chance), *common(folder, options)], output=output,
             environment={"PENSTOCK_FAILPOINTS": f"{step}=kill@{at}"},

@@ -68,4 +68,4 @@ def test_many_random_kills(
 def test_a_kill_at_every_step(
     log: Log, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    kills_at(log, tmp_path, STEPS, seed_of(request), options=options)
+    kills_at(log, tmp_path, STEPS, seed_of(request), range(2, 12), options=options)

@@ -28,7 +28,9 @@ from penstock import (
     read_events,
 )
 from penstock import open as open_log
-from penstock.spark.source import bounded, splits
+from penstock.errors import OffsetGoneError
+from penstock.spark.options import parse
+from penstock.spark.source import BatchReader, RangePartition, bounded, splits
 
 START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
@@ -245,6 +247,20 @@ def test_what_retention_removed(place: Place) -> None:
     assert place.read("orders", start=0, on_gone="earliest").count() == 200 - gone
     assert place.read("orders", start=0, on_gone="latest").count() < 200 - gone
 
+    # A task can meet it too: its range was there when the driver looked.
+    schema = place.read("orders").schema
+    partition, offsets = next((p, o) for p, o in place.log.offsets("orders").items() if o.first)
+
+    def rows(on_gone: str) -> int:
+        options = parse({"log": place.log.url, "stream": "orders", "on_gone": on_gone})
+        task = RangePartition(partition, 0, offsets.next)
+        return sum(batch.num_rows for batch in BatchReader(options, schema).read(task))
+
+    with pytest.raises(OffsetGoneError):
+        rows("fail")
+    assert rows("earliest") == offsets.next - offsets.first
+    assert rows("latest") == 0
+
 
 def test_a_table_is_a_snapshot_and_its_changelog_a_stream(place: Place) -> None:
     place.log.apply([CreateStream(declare("people", Order, key="user", table=True))])
@@ -283,6 +299,7 @@ def test_splits_are_a_function_of_the_offsets() -> None:
 def test_a_limit_is_shared_fairly() -> None:
     assert bounded({0: 0, 1: 0}, {0: 100, 1: 10}, 50) == {0: 40, 1: 10}
     assert bounded({0: 5}, {0: 100, 1: 10}, None) == {0: 100, 1: 10}
+    assert bounded({}, dict.fromkeys(range(3), 100), 30) == dict.fromkeys(range(3), 10)
     assert sum(bounded({}, dict.fromkeys(range(7), 10), 20).values()) == 20
 
 

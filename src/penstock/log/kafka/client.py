@@ -85,7 +85,7 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     broker_timeout_ms: int = 30_000
-    transaction_timeout_ms: int = 60_000
+    transaction_timeout_ms: int = 20_000
     staged_retention_ms: int = 3_600_000
     upkeep_interval_ms: int = 10_000
     cache: str | None = None

@@ -67,11 +67,10 @@ class Ledger:
 
     # Producers
 
-    def producer(self, name: str, *, fresh: bool = True) -> ProducerState | None:
-        """Where a producer is; not `fresh`, as far as is known here."""
+    def producer(self, name: str, *, wait: bool = True) -> ProducerState | None:
+        """Where a producer is; without `wait`, before what is under way."""
         key = f"{_PRODUCER}{name}"
-        if fresh:
-            self._view.catch_up(_partition_of(key))
+        self._view.catch_up(_partition_of(key), wait=wait)
         with self._view.lock:
             packed = self._values.get(key)
         return None if packed is None else _STATE.decode(packed)

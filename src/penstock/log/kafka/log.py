@@ -71,7 +71,8 @@ from penstock.log.sqlite.upkeep import Caretaker
 from penstock.records.event import JsonValue, microseconds
 
 FORMAT = 1
-APPLY_TRIES_MAX = 20
+APPLY_TRIES_MAX = 100
+APPLY_PAUSE_S = 0.05
 
 
 class KafkaLog:
@@ -235,7 +236,7 @@ class KafkaLog:
                     self._change_once(session, work)
                     return
                 except (TakenError, UnknownError):
-                    continue  # look again at what is there
+                    time.sleep(APPLY_PAUSE_S)  # then look again at what is there
         raise LogBusyError("the catalogue is changed by others all the time: try again")
 
     def _change_once(self, session: Session, work: Callable[[Draft], list[ObjectChanged]]) -> None:

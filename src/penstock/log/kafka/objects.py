@@ -27,6 +27,7 @@ from penstock.errors import ObjectExistsError, UnknownObjectError, UsageError
 from penstock.failpoints import failpoint
 from penstock.log.changes import Resolved, must_exist, resolve, resolve_new
 from penstock.log.kafka.client import Cluster, code_of
+from penstock.log.kafka.session import TakenError
 from penstock.log.kafka.topics import topic_settings
 from penstock.log.kafka.view import View
 from penstock.log.names import DEFAULT, SYSTEM, StreamName, parse_stream
@@ -347,10 +348,19 @@ class Topics:
                 )
             )
         if new:
-            admin, doing = self._cluster.admin, f"making the topic {new[0].topic}"
-            self._cluster.done(doing, admin.create_topics(new, validate_only=True))
-            self._cluster.done(doing, admin.create_topics(new))
+            self._create(new, validate_only=True)
+            self._create(new, validate_only=False)
             failpoint("objects.changed")
+
+    def _create(self, new: list[NewTopic], *, validate_only: bool) -> None:
+        asked = self._cluster.admin.create_topics(new, validate_only=validate_only)
+        for topic, future in asked.items():
+            try:
+                future.result(self._cluster.timeout_s)
+            except KafkaException as error:
+                if code_of(error) == KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise TakenError from error  # somebody else was faster: look again
+                raise self._cluster.translated(error, f"making the topic {topic}") from error
 
     def _check_unused(self, topic: str, partitions: int, resolved: Resolved) -> None:
         """Whether a topic of this name is what a process left that died while it made one."""

@@ -178,8 +178,8 @@ class Session:
 
     def _undone(self, producer: Producer, error: KafkaException) -> Exception:
         """Undo the transaction; what to raise for the error that made it necessary."""
-        if code_of(error) in FENCED:
-            self.close()
+        if code_of(error) in FENCED or code_of(error) == KafkaError._FATAL:
+            self.close()  # this producer can do nothing more, and has committed nothing
             return TakenError()
         self._abort(producer)
         failed = NotCommittedError()

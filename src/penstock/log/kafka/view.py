@@ -37,14 +37,15 @@ class View:
         self.lock = threading.RLock()
         """Held while `apply` is called: hold it to see values that belong together."""
 
-    def catch_up(self, *partitions: int) -> None:
+    def catch_up(self, *partitions: int, wait: bool = True) -> None:
         """Read what is in these partitions now, and wait for transactions that began before.
 
-        Raises `LogUnreachableError` where that does not end in time.
+        Without `wait`, only what is settled. Raises `LogUnreachableError` where that does not end
+        in time: Kafka gives the transaction of a dead process up only after a while.
         """
         places = [(self._topic, p) for p in partitions]
         settled = self._cluster.ends(places, committed=True)
-        ends = self._cluster.ends(places, committed=False)
+        ends = self._cluster.ends(places, committed=False) if wait else settled
         with self.lock:
             if self._closed:
                 raise ClosedError("this log is closed")
@@ -71,7 +72,8 @@ class View:
         return self._consumer
 
     def _read(self, consumer: Consumer, wanted: dict[int, int], marked: set[int]) -> None:
-        deadline = time.monotonic() + self._cluster.timeout_s
+        patience_s = self._cluster.timeout_s + self._cluster.options.transaction_timeout_ms / 1000
+        deadline = time.monotonic() + patience_s
         try:
             while wanted:
                 first = consumer.poll(POLL_S)
@@ -86,7 +88,7 @@ class View:
                 if time.monotonic() > deadline:
                     raise LogUnreachableError(
                         f"{self._topic} could not be read to its end within "
-                        f"{self._cluster.timeout_s:.0f} s: a transaction is under way that does "
+                        f"{patience_s:.0f} s: a transaction is under way that does "
                         "not end, or no broker leads it"
                     )
         finally:

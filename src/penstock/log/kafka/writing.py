@@ -106,14 +106,14 @@ class Writer:
         """What the ledger says of the producer that the session is of, and nobody can change."""
         if not session.is_open:
             session.open()
-            state = self._ledger.producer(producer) or ProducerState()
-            for stream in state.via:
+            # Sessions that wrote for it are known before they write; whatever one of them left
+            # under way must be settled before the ledger can be read to its end.
+            known = self._ledger.producer(producer, wait=False) or ProducerState()
+            for stream in known.via:
                 with self._sessions.using(_ids_session(stream)) as ids:
                     ids.close()
                     ids.open()
-            if state.via:
-                state = self._ledger.producer(producer) or ProducerState()
-            session.state = state
+            session.state = self._ledger.producer(producer) or ProducerState()
         return session.state
 
     def _save_state(self, session: Session, producer: str, state: ProducerState) -> None:
@@ -215,8 +215,8 @@ class Writer:
             failpoint("commit.committed")
         except FailpointError as error:
             raise CommitOutcomeUnknownError(
-                f"the commit of {producer} may or may not have happened; commit again under the "
-                "same name to find out"
+                f"the commit of {producer} may or may not have happened ({error}); commit again "
+                "under the same name to find out"
             ) from error
 
     def _transact(

@@ -1,0 +1,82 @@
+"""Processes killed, stopped and replaced in the middle of commits to Kafka; then the oracle."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import pytest
+
+from penstock.log import open_log
+from penstock.log.api import Commit
+from tests.fault.runner import Runner
+from tests.fault.test_kills import kill_after_words, wait_until_stopped
+
+COMMITS = 16
+#: where a commit, a staging or a change of objects can be cut off on Kafka
+STEPS = {
+    "hold.epoch": 1, "stage.begun": 9, "stage.blobs": 9, "stage.committed": 9,
+    "publish.pieces": 4, "commit.prepared": 7, "commit.begun": 7, "commit.blobs": 7,
+    "commit.index": 7, "commit.ids": 5, "commit.progress": 7, "commit.producer": 7,
+    "commit.committed": 7, "objects.changed": 3, "objects.event": 3,
+}  # fmt: skip
+
+
+@pytest.mark.row("H19", engine="kafka")
+@pytest.mark.parametrize("name", STEPS)
+def test_killed_at(name: str, runner: Runner) -> None:
+    code = runner.run(commits=COMMITS, failpoint=f"{name}=kill@{STEPS[name]}")
+    assert code == -signal.SIGKILL, "the failpoint was not reached"
+    assert runner.run(commits=COMMITS) == 0
+    runner.judge()
+    said = runner.said()
+    assert said.tried == {("even", n) for n in range(COMMITS)}
+    assert len(said.acked) >= COMMITS - 1  # the kill may have cut one acknowledgement off
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_raised_at(name: str, runner: Runner) -> None:
+    assert runner.run(commits=COMMITS, failpoint=f"{name}=raise@{STEPS[name]}") == 0
+    assert f"failpoint {name}" in " ".join(runner.said().raised)
+    runner.judge()
+    assert runner.said().acked == {("even", n) for n in range(COMMITS)}
+
+
+@pytest.mark.row("H19", engine="kafka")
+def test_killed_at_random_moments(runner: Runner) -> None:
+    rng = random.Random(runner.seed)
+    for _ in range(3):
+        kill_after_words(runner.start(commits=60), runner, rng.randrange(1, 25))
+    assert runner.run(commits=60) == 0
+    runner.judge()
+
+
+@pytest.mark.row("H15", engine="kafka")
+def test_two_processes_write_to_streams_that_compare_ids(runner: Runner) -> None:
+    """They take the stream's own session from each other all the time."""
+    both = [runner.start(commits=12, producer=name) for name in ("even", "odd")]
+    assert [runner.finish(process) for process in both] == [0, 0]
+    runner.judge()
+    assert len(runner.said().acked) == 24
+
+
+@pytest.mark.row("H1", engine="kafka")
+@pytest.mark.parametrize("step", ["commit.prepared", "commit.blobs", "commit.producer"])
+def test_a_zombie_is_fenced(runner: Runner, step: str) -> None:
+    """A producer is stopped in the middle of a commit, replaced, and resumed."""
+    zombie = runner.start(commits=30, failpoint=f"{step}=stop@6")
+    wait_until_stopped(zombie.pid)
+    with open_log(runner.url, upkeep_interval_ms=0) as log:
+        holder = log.hold("even")
+        last = log.last_commit("even")
+        assert last is not None
+        progress: dict[str, bytes | None] = {"work/even": str(last.sequence + 1).encode()}
+        log.commit(holder, last.sequence + 1, Commit(progress=progress))
+        os.kill(zombie.pid, signal.SIGCONT)
+        assert runner.finish(zombie) == 1
+        assert any("FencedError" in told for told in runner.said().raised)
+        now = log.last_commit("even")
+        assert now is not None
+        assert now.sequence == last.sequence + 1
+    runner.judge()
