@@ -148,7 +148,8 @@ class Cluster:
     # Clients
 
     def producer(self, **settings: object) -> Producer:
-        return self._made(Producer, settings)
+        """A producer; it logs nothing, since a logger would be called in the middle of an error."""
+        return self._made(Producer, {"log_level": 0, **settings})
 
     def consumer(self, **settings: object) -> Consumer:
         """A consumer that belongs to no group, and is told when it reaches the end."""
@@ -181,10 +182,11 @@ class Cluster:
             "retry.backoff.ms": 20,
             **settings,
             **self._settings,
-            "error_cb": self._on_error,
         }
+        if kind is not Producer:
+            chosen["error_cb"] = self._on_error
         try:
-            return kind(chosen, logger=_log)
+            return kind(chosen, **({} if kind is Producer else {"logger": _log}))
         except KafkaException as error:
             raise UsageError(
                 f"librdkafka does not take these options: {error.args[0].str()}"

@@ -149,9 +149,10 @@ class Session:
             made = fill()
         except KafkaException as error:
             raise self._undone(producer, error) from error
-        except NotCommittedError:
-            self._abort(producer)
-            raise
+        except SystemError as error:
+            # How a fatal error comes out of librdkafka's binding when it meets a callback.
+            self.close()
+            raise TakenError from error
         except BaseException:
             self._abort(producer)
             raise
@@ -164,6 +165,9 @@ class Session:
             try:
                 producer.commit_transaction(max(0.1, deadline - time.monotonic()))
                 return
+            except SystemError as error:
+                self.close()
+                raise UnknownError from LogError(f"committing: {error}")
             except KafkaException as error:
                 found = error.args[0]
                 if found.txn_requires_abort():
@@ -189,7 +193,7 @@ class Session:
     def _abort(self, producer: Producer) -> None:
         try:
             producer.abort_transaction(ABORT_S)
-        except (KafkaException, BufferError):
+        except (KafkaException, SystemError):
             self.close()  # whoever opens the name next undoes it
 
 
