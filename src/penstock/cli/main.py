@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 import penstock
-from penstock.cli import apps, events, objects, upkeep
+from penstock.cli import apps, clusters, events, objects, upkeep
 from penstock.cli.options import LogOption, Settings
 from penstock.cli.output import OutputClosedError
 from penstock.errors import PenstockError, UsageError
@@ -46,6 +46,7 @@ objects.register(app)
 events.register(app)
 apps.register(app)
 upkeep.register(app)
+clusters.register(app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -113,6 +113,9 @@ def create_stream(  # noqa: PLR0913  one parameter per option
     key: Annotated[str | None, typer.Option(help="The field that is the key.")] = None,
     time: Annotated[str | None, typer.Option(help="The field that is the event's time.")] = None,
     partitions: Annotated[int | None, typer.Option(help="How many; they only ever grow.")] = None,
+    replication: Annotated[
+        int | None, typer.Option(help="On how many brokers; means something on Kafka only.")
+    ] = None,
     retention: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Keep events so long: '30 days'.")
     ] = None,
@@ -134,7 +137,7 @@ def create_stream(  # noqa: PLR0913  one parameter per option
 
     Without a record or fields it holds JSON.
     """
-    schema = _schema(stream, record, field)
+    schema = schema_from(stream, record, field)
     if schema and bytes_:
         raise UsageError("a stream holds records or bytes: leave out --bytes, or the record")
     spec = StreamSpec(
@@ -144,6 +147,7 @@ def create_stream(  # noqa: PLR0913  one parameter per option
         key=key,
         time=time,
         partitions=partitions,
+        replication=replication,
         retention_ms=None if retention is None else parse_duration_ms(retention),
         retention_bytes=None if retention_bytes is None else parse_bytes(retention_bytes),
         ids=ids,
@@ -163,7 +167,8 @@ def create_stream(  # noqa: PLR0913  one parameter per option
         say(f"created stream {made.name} with {_count(made.partitions, 'partition')}")
 
 
-def _schema(stream: str, record: str | None, fields: list[str] | None) -> Schema | None:
+def schema_from(stream: str, record: str | None, fields: list[str] | None) -> Schema | None:
+    """The record that options of a command declare, if they do."""
     if record and fields:
         raise UsageError("give --record or --field, not both")
     if record:

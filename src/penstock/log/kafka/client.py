@@ -43,6 +43,7 @@ _log.addHandler(logging.NullHandler())
 _PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\[\]/]+):\d{1,5}")
 RETRY_PAUSE_S = 0.02
+ATTEMPT_S = 2.0
 
 #: the broker will know better in a moment: a topic was just made, or a leader just moved
 MOMENTARY = frozenset({
@@ -149,7 +150,8 @@ class Cluster:
 
     def producer(self, **settings: object) -> Producer:
         """A producer; it logs nothing, since a logger would be called in the middle of an error."""
-        return self._made(Producer, {"log_level": 0, **settings})
+        fixed = {"log_level": 0, "request.timeout.ms": 5000}
+        return self._made(Producer, {**fixed, **settings})
 
     def consumer(self, **settings: object) -> Consumer:
         """A consumer that belongs to no group, and is told when it reaches the end."""
@@ -180,6 +182,9 @@ class Cluster:
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.refresh.fast.interval.ms": 20,
             "retry.backoff.ms": 20,
+            # A broker that says nothing for so long is left for another.
+            "socket.timeout.ms": 6000,
+            "socket.keepalive.enable": True,
             **settings,
             **self._settings,
         }
@@ -226,19 +231,30 @@ class Cluster:
     def asked(self, doing: str, question: Callable[[float], T], topic: str | None = None) -> T:
         """The answer to a question; asked again while the cluster is busy with itself.
 
-        If it was about a `topic`, that is looked at again first: it may have grown.
+        An attempt is given up early at first, since the broker that was asked may be dead. The
+        cluster is looked at again then, or only the `topic` that it was about.
         """
         deadline = time.monotonic() + self.timeout_s
+        patience_s = ATTEMPT_S
         while True:
+            left = max(0.1, deadline - time.monotonic())
             try:
-                return question(max(0.1, deadline - time.monotonic()))
-            except KafkaException as error:
-                if error.args[0].code() not in MOMENTARY or time.monotonic() > deadline:
+                return question(min(patience_s, left))
+            except (KafkaException, TimeoutError) as error:
+                is_over = time.monotonic() > deadline
+                if isinstance(error, TimeoutError):
+                    failed: Exception = LogUnreachableError(
+                        f"Kafka at {self.address.servers} did not answer in time ({doing})"
+                    )
+                elif is_over or code_of(error) not in (MOMENTARY | _UNREACHABLE):
                     raise self.translated(error, doing) from error
-                time.sleep(RETRY_PAUSE_S)
-                if topic is not None:
-                    with contextlib.suppress(KafkaException):
-                        self.admin.list_topics(topic, timeout=self.timeout_s)
+                if is_over:
+                    raise failed from error
+            patience_s *= 2
+            time.sleep(RETRY_PAUSE_S)
+            with contextlib.suppress(KafkaException):
+                about = () if topic is None else (topic,)
+                self.admin.list_topics(*about, timeout=min(ATTEMPT_S, left))
 
     # Questions
 

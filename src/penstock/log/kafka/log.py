@@ -41,6 +41,7 @@ from penstock.log.batch import Batch
 from penstock.log.checks import check_call, check_limits
 from penstock.log.compose import Composer, EventOptions
 from penstock.log.kafka.client import Address, Cluster, KafkaOptions
+from penstock.log.kafka.health import Health, health
 from penstock.log.kafka.ledger import Ledger
 from penstock.log.kafka.messages import encode
 from penstock.log.kafka.objects import SESSION, TOPIC, Catalogue, Draft, Topics
@@ -414,6 +415,10 @@ class KafkaLog:
             f"a log on Kafka cannot be copied to {target}: replicate its topics with Kafka's own "
             "tools (MirrorMaker), or raise the replication of its streams"
         )
+
+    def health(self) -> Health:
+        """How the cluster is doing, and who leads and holds the streams' partitions."""
+        return health(self._cluster, self.streams())
 
     def facts(self) -> dict[str, JsonValue]:
         streams = self.streams()

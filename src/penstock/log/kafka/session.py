@@ -148,7 +148,8 @@ class Session:
             producer.begin_transaction()
             made = fill()
         except KafkaException as error:
-            raise self._undone(producer, error) from error
+            self._undo(producer, error)
+            raise NotCommittedError from self._cluster.translated(error, "writing")
         except SystemError as error:
             # How a fatal error comes out of librdkafka's binding when it meets a callback.
             self.close()
@@ -171,7 +172,8 @@ class Session:
             except KafkaException as error:
                 found = error.args[0]
                 if found.txn_requires_abort():
-                    raise self._undone(producer, error) from error
+                    self._undo(producer, error)
+                    raise NotCommittedError from self._cluster.translated(error, "committing")
                 if code_of(error) in FENCED and is_first:
                     self.close()
                     raise TakenError from error
@@ -180,15 +182,12 @@ class Session:
                     raise UnknownError from self._cluster.translated(error, "committing")
             is_first = False
 
-    def _undone(self, producer: Producer, error: KafkaException) -> Exception:
-        """Undo the transaction; what to raise for the error that made it necessary."""
+    def _undo(self, producer: Producer, error: KafkaException) -> None:
+        """Undo the transaction; raises `TakenError` if the session is no longer ours."""
         if code_of(error) in FENCED or code_of(error) == KafkaError._FATAL:
             self.close()  # this producer can do nothing more, and has committed nothing
-            return TakenError()
+            raise TakenError from error
         self._abort(producer)
-        failed = NotCommittedError()
-        failed.__cause__ = self._cluster.translated(error, "writing")
-        return failed
 
     def _abort(self, producer: Producer) -> None:
         try:

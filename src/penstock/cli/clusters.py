@@ -1,0 +1,131 @@
+"""What a log on Kafka has beside others: brokers to look at, and topics to adopt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from penstock.cli.objects import schema_from, streams
+from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_named
+from penstock.cli.output import note, say, say_json, table
+from penstock.errors import UsageError
+from penstock.log.api import Log
+from penstock.log.objects import Content, StreamSpec
+
+if TYPE_CHECKING:
+    from penstock.log.kafka.log import KafkaLog
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "cluster",
+        epilog=examples("penstock --log kafka://broker:9092 cluster", "penstock cluster --behind"),
+    )(cluster)
+
+
+def cluster(
+    context: typer.Context,
+    behind: Annotated[
+        bool, typer.Option("--behind", help="Only partitions that are not held as they should be.")
+    ] = False,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Show brokers, racks, and each partition's leader and replicas.
+
+    Exits with 1 if a partition has no leader, or fewer replicas in sync than it should have.
+    """
+    with open_named(context, log, log_option) as opened:
+        found = _on_kafka(opened).health()
+    bad = [p for p in found.partitions if p.leader is None or p.is_behind]
+    shown = bad if behind else list(found.partitions)
+    if json:
+        say_json({"cluster": found.cluster, "brokers": found.brokers, "partitions": shown})
+    else:
+        table(
+            ("broker", "address", "rack", "leads", "holds", ""),
+            [
+                (b.id, b.address, b.rack, b.leads, b.holds, "controller" if b.is_controller else "")
+                for b in found.brokers
+            ],
+        )
+        if shown:
+            say("")
+            table(
+                ("stream", "partition", "leader", "replicas", "in sync", ""),
+                [
+                    (
+                        p.stream, p.partition, "none" if p.leader is None else p.leader,
+                        _list(p.replicas), _list(p.in_sync), _state(p.is_behind, p.is_in_one_rack),
+                    )
+                    for p in shown
+                ],
+            )  # fmt: skip
+    if bad:
+        note(f"{len(bad)} of {len(found.partitions)} partitions are not held as they should be")
+        raise typer.Exit(1)
+
+
+@streams.command(
+    "adopt",
+    epilog=examples(
+        "penstock stream adopt orders -f user=str -f amount=float --key user",
+        "penstock stream adopt legacy.clicks --bytes",
+    ),
+)
+def adopt_stream(  # noqa: PLR0913  one parameter per option
+    context: typer.Context,
+    stream: Annotated[str, typer.Argument(metavar="STREAM", help="NAME, or NAMESPACE.NAME.")],
+    record: Annotated[
+        str | None, typer.Option(metavar="MODULE:CLASS", help="A penstock.Record class.")
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--field", "-f", metavar="NAME=TYPE", help="A field, typed as in Python."),
+    ] = None,
+    bytes_: Annotated[bool, typer.Option("--bytes", help="Hold bytes instead of JSON.")] = False,
+    key: Annotated[str | None, typer.Option(help="The field that is the key.")] = None,
+    time: Annotated[str | None, typer.Option(help="The field that is the event's time.")] = None,
+    table_: Annotated[bool, typer.Option("--table", help="Keep the latest value per key.")] = False,
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Make a topic that another program created a stream: the topic NAMESPACE.NAME.
+
+    Its messages stay what they are, and others may go on writing to it.
+    """
+    schema = schema_from(stream, record, field)
+    if schema and bytes_:
+        raise UsageError("a stream holds records or bytes: leave out --bytes, or the record")
+    content: Content = "record" if schema else "bytes" if bytes_ else "json"
+    spec = StreamSpec(name=stream, record=schema, content=content, key=key, time=time, table=table_)
+    with open_named(context, log, log_option, create=True) as opened:
+        _on_kafka(opened).adopt(spec)
+        made = opened.stream(stream)
+    if json:
+        say_json({"adopted": str(made.name), "partitions": made.partitions})
+    else:
+        say(f"adopted stream {made.name} with {made.partitions} partition(s)")
+
+
+def _on_kafka(log: Log) -> KafkaLog:
+    """The log as one on Kafka; `UsageError` if it is none."""
+    if not log.url.startswith("kafka://"):
+        raise UsageError(
+            f"{log.url} is an embedded log: it has no brokers and topics; `penstock doctor` says "
+            "how it is doing"
+        )
+    return cast("KafkaLog", log)
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _state(is_behind: bool, is_in_one_rack: bool) -> str:
+    if is_behind:
+        return "behind"
+    return "in one rack" if is_in_one_rack else ""
