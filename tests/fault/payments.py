@@ -129,9 +129,10 @@ def arguments(chance: random.Random) -> list[str]:
     return ["--master", f"local[{tasks}]", "--batch-rows", str(rows)]
 
 
-def finish(log: Log, folder: Path, options: Sequence[str]) -> None:
+def finish(log: Log, folder: Path, options: Sequence[str], more: Sequence[str] = ()) -> None:
+    """Let the app handle all that is left."""
     output = folder / "output.txt"
-    given = ["--until-idle", *common(folder, options)]
+    given = ["--until-idle", *common(folder, options), *more]
     with RunnerProcess(APP, log.url, arguments=given, output=output) as last:
         assert last.wait(300) == 0, output.read_text()[-3000:]
 
@@ -144,7 +145,7 @@ def common(folder: Path, options: Sequence[str]) -> list[str]:
     return found
 
 
-def _moved(log: Log, runner: RunnerProcess) -> Callable[[], bool]:
+def moved(log: Log, runner: RunnerProcess) -> Callable[[], bool]:
     """Whether a batch was committed since now, or the runner is gone."""
     before = position(log)
     return lambda: position(log) != before or not runner.is_running()
@@ -168,7 +169,7 @@ def random_kills(
     while kills < rounds:
         given = [*arguments(chance), *common(folder, options)]
         with RunnerProcess(APP, log.url, arguments=given, output=output) as runner:
-            wait_until(_moved(log, runner), 180, "a batch")
+            wait_until(moved(log, runner), 180, "a batch")
             while kills < rounds and runner.is_running():
                 runner.wait(chance.random() * 2)
                 if nuisance is not None and chance.random() < 0.5:

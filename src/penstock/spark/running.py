@@ -15,7 +15,8 @@ from penstock.app.runner import Runner, RunnerOptions, build
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.backend import SparkBackend
-from penstock.spark.session import close_session, has_session, open_session
+from penstock.spark.session import close_session, has_session, is_local, open_session
+from penstock.spark.shipping import bundle
 
 
 @contextlib.contextmanager
@@ -45,6 +46,8 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
     spark = open_session(master, app.name, settings, folder / "spark.log")
     spark.conf.set("spark.sql.session.timeZone", "UTC")  # keys of windows are told in it
     try:
+        if not is_local(spark.sparkContext.master or master):
+            spark.sparkContext.addPyFile(str(bundle(app, folder / f"{app.name}.zip")))
         tasks = spark.sparkContext.defaultParallelism
         rows = batch_rows or QueryLimits().batch_rows_max
         limits = QueryLimits(batch_rows_max=rows, tasks=tasks)

@@ -24,7 +24,6 @@ _SETTINGS = {
     "spark.ui.showConsoleProgress": "false",
     "spark.scheduler.mode": "FAIR",
     "spark.speculation": "false",
-    "spark.python.daemon.module": "penstock.spark.daemon",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
@@ -37,6 +36,13 @@ _SETTINGS = {
     ),
     "spark.sql.streaming.numRecentProgressUpdates": "5",
     "spark.sql.streaming.stopTimeout": "20s",
+}
+
+_LOCAL_SETTINGS = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    # Elsewhere, Penstock may be there only once a task begins.
+    "spark.python.daemon.module": "penstock.spark.daemon",
 }
 
 
@@ -55,6 +61,11 @@ def open_session(
     running = SparkSession(context) if context else _start(master, name, settings or {}, noise)
     running.dataSource.register(PenstockSource)
     return running
+
+
+def is_local(master: str) -> bool:
+    """Whether Spark runs in one process of this machine."""
+    return master.startswith("local")
 
 
 def has_session() -> bool:
@@ -78,7 +89,10 @@ def close_session(spark: SparkSession) -> None:
 
 
 def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | None) -> SparkSession:
-    os.environ["PYSPARK_PYTHON"] = sys.executable
+    if is_local(master):
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+    else:
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     # Workers must find what the driver can import: the user's modules.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     conf = SparkConf()
@@ -88,8 +102,7 @@ def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | No
         "spark.app.name": name,
         "spark.sql.shuffle.partitions": str(os.cpu_count() or 2),
         "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
+        **(_LOCAL_SETTINGS if is_local(master) else {}),
         **settings,
     }
     for key, value in chosen.items():

@@ -6,14 +6,20 @@ by value; Spark's pickler cannot take a record class apart that way, so this one
 
 from __future__ import annotations
 
+import importlib
 import io
+import sys
 import types
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from pyspark import cloudpickle
 
+from penstock.app.app import App
+from penstock.app.plan import plan
 from penstock.app.task import Work
 from penstock.records.schema import Record, record_type, schema_of
 
@@ -84,6 +90,30 @@ def _remade(
         name, fields, bases=(Record,), namespace=own, module=module, rename=names, frozen=frozen,
         kw_only=not is_ordered,
     )  # fmt: skip
+
+
+def bundle(app: App, target: Path) -> Path:
+    """An archive with Penstock and the app's own modules, for workers on other machines.
+
+    The app's own are those that were loaded from the folders of its definitions; what they need
+    beside these must be installed where the workers are.
+    """
+    folders = {Path(d.location.file).resolve().parent for d in plan(app).definitions}
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for package in ("penstock", "pyspark_penstock"):
+            root = Path(str(importlib.import_module(package).__file__)).parent
+            for path in sorted(root.rglob("*")):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    archive.write(path, f"{package}/{path.relative_to(root)}")
+        for name, module in sorted(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file is None or not file.endswith(".py") or name == "__main__":
+                continue
+            if any(folder in Path(file).resolve().parents for folder in folders):
+                parts = name.replace(".", "/")
+                is_package = Path(file).name == "__init__.py"
+                archive.write(file, f"{parts}/__init__.py" if is_package else f"{parts}.py")
+    return target
 
 
 def pack(works: Sequence[Work]) -> bytes:

@@ -84,7 +84,7 @@ class Brokers:
         self.count = count
         self.folder = folder
         self._settings = dict(settings or {})
-        self._ports = _free_ports(2 * count)
+        self._ports = free_ports(2 * count)
         self._cluster = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * count
         self._paused: set[int] = set()
@@ -256,7 +256,7 @@ class Brokers:
         return {**ours, **self._settings}
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports of loopback that are free now."""
     held = [socket.socket() for _ in range(count)]
     try:
