@@ -241,7 +241,8 @@ class Cluster:
             try:
                 return question(min(patience_s, left))
             except (KafkaException, TimeoutError) as error:
-                is_over = time.monotonic() > deadline
+                self._hear()
+                is_over = time.monotonic() > deadline or _is_refusal(self._last_error)
                 if isinstance(error, TimeoutError):
                     failed: Exception = LogUnreachableError(
                         f"Kafka at {self.address.servers} did not answer in time ({doing})"

@@ -75,14 +75,21 @@ def jars() -> Path:
 class Brokers:
     """One broker, or a few that form a cluster, each with a folder of its own.
 
-    `settings` are Kafka's own broker properties and go before ours.
+    `protocol` is what clients speak (PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL); `settings` are
+    Kafka's own broker properties and go before ours.
     """
 
     def __init__(
-        self, count: int, folder: Path, *, settings: Mapping[str, str] | None = None
+        self,
+        count: int,
+        folder: Path,
+        *,
+        protocol: str = "PLAINTEXT",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.count = count
         self.folder = folder
+        self._protocol = protocol
         self._settings = dict(settings or {})
         self._ports = free_ports(2 * count)
         self._cluster = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
@@ -233,11 +240,13 @@ class Brokers:
             "broker.rack": f"rack-{number}",
             "controller.quorum.voters": voters,
             "listeners": (
-                f"PLAINTEXT://127.0.0.1:{self._ports[number]},"
+                f"CLIENTS://127.0.0.1:{self._ports[number]},"
                 f"CONTROLLER://127.0.0.1:{controllers[number]}"
             ),
-            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self._ports[number]}",
+            "advertised.listeners": f"CLIENTS://127.0.0.1:{self._ports[number]}",
             "controller.listener.names": "CONTROLLER",
+            "inter.broker.listener.name": "CLIENTS",
+            "listener.security.protocol.map": f"CONTROLLER:PLAINTEXT,CLIENTS:{self._protocol}",
             "log.dirs": str(self._home(number) / "data"),
             "auto.create.topics.enable": "false",
             "offsets.topic.replication.factor": replicas,
