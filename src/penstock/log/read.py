@@ -48,7 +48,7 @@ def read_batches(log: Log, stream: str, options: ReadOptions = ReadOptions()) ->
     always in order of offset.
     """
     found = log.stream(stream)
-    positions = {p: start_offset(log, stream, p, options.start) for p in _chosen(found, options)}
+    positions = {p: start_offset(log, stream, p, options.start) for p in chosen(found, options)}
     stop = options.stop or threading.Event()
     while not stop.is_set():
         for batch in _pass(log, stream, positions, options):
@@ -129,7 +129,8 @@ def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:
     return start
 
 
-def _chosen(stream: Stream, options: ReadOptions) -> list[int]:
+def chosen(stream: Stream, options: ReadOptions) -> list[int]:
+    """The partitions that the options ask for."""
     key = key_bytes(options.key)
     if key is not None:
         return sorted({partition_of(key, grown) for grown in stream.grown})
@@ -147,7 +148,7 @@ def _chosen(stream: Stream, options: ReadOptions) -> list[int]:
 def _see_growth(stream: Stream, positions: dict[int, int], options: ReadOptions) -> None:
     """Start at the beginning of partitions that were added since."""
     if options.partitions is None:
-        for partition in _chosen(stream, options):
+        for partition in chosen(stream, options):
             positions.setdefault(partition, 0)
 
 

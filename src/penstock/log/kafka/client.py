@@ -155,7 +155,14 @@ class Cluster:
 
     def consumer(self, **settings: object) -> Consumer:
         """A consumer that belongs to no group, and is told when it reaches the end."""
-        fixed = {
+        return self._made(Consumer, self._for_consumer(settings))
+
+    def consumer_settings(self, **settings: object) -> dict[str, object]:
+        """What such a consumer is made of."""
+        return {**self._chosen(self._for_consumer(settings)), "logger": _log}
+
+    def _for_consumer(self, settings: Mapping[str, object]) -> dict[str, object]:
+        fixed: dict[str, object] = {
             "group.id": "penstock-none",
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
@@ -165,7 +172,7 @@ class Cluster:
             "fetch.error.backoff.ms": 20,
             "fetch.queue.backoff.ms": 20,
         }
-        return self._made(Consumer, {**fixed, **settings})
+        return {**fixed, **settings}
 
     @property
     def admin(self) -> AdminClient:
@@ -174,8 +181,8 @@ class Cluster:
                 self._admin = self._made(AdminClient, {})
             return self._admin
 
-    def _made(self, kind: Callable[..., T], settings: Mapping[str, object]) -> T:
-        chosen = {
+    def _chosen(self, settings: Mapping[str, object]) -> dict[str, object]:
+        return {
             "bootstrap.servers": self.address.servers,
             "client.id": "penstock",
             "reconnect.backoff.ms": 20,
@@ -188,6 +195,9 @@ class Cluster:
             **settings,
             **self._settings,
         }
+
+    def _made(self, kind: Callable[..., T], settings: Mapping[str, object]) -> T:
+        chosen = self._chosen(settings)
         if kind is not Producer:
             chosen["error_cb"] = self._on_error
         try:
