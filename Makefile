@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test soak check format rows bench clean
+.PHONY: help setup tools demo kafka test soak check format rows bench clean
 
 help: ## Show what can be made.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -22,7 +22,14 @@ setup: $(READY) ## Make the virtual environment.
 demo: $(READY) ## A shop on Spark under load, killed with -9 in the middle, checked to the cent.
 	@$(RUN)/python -m examples.demo
 
-test: $(READY) ## Run all tests (what CI runs).
+kafka: $(READY) ## Start a Kafka broker on loopback and print its address; Ctrl-C stops it.
+	@$(RUN)/python -m penstock.testing.brokers
+
+tools: ## Install what tests compare with: kcat, another Kafka client (Debian, as root).
+	@command -v kcat > /dev/null || { test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
+	  { apt-get update -qq && apt-get install -qq -y --no-install-recommends kcat > /dev/null; }; }
+
+test: $(READY) tools ## Run all tests (what CI runs).
 	$(RUN)/python -m pytest -m 'not soak'
 
 soak: $(READY) ## Run the long random fault tests; the seed is printed.

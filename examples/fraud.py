@@ -11,6 +11,7 @@ Expected output:
 from __future__ import annotations
 
 import datetime as dt
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,14 @@ def payment(card: int, amount: int, seconds: int) -> Payment:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, penstock.open(Path(folder, "fraud.db")) as log:
-        with running(app, log) as runner, penstock.Producer(log) as producer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        penstock.open(os.environ.get("PENSTOCK_LOG") or Path(folder, "fraud.db")) as log,
+    ):
+        with (
+            running(app, log, checkpoints=Path(folder, "spark")) as runner,
+            penstock.Producer(log) as producer,
+        ):
             for sent in (payment(7, 450, 5), payment(7, 500, 50), payment(9, 499, 58)):
                 producer.send("payments", sent)
             producer.flush()

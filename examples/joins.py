@@ -14,6 +14,7 @@ Expected output:
 from __future__ import annotations
 
 import datetime as dt
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,14 @@ def at(minutes: int) -> dt.datetime:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, penstock.open(Path(folder, "joins.db")) as log:
-        with running(app, log) as runner, penstock.Producer(log) as producer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        penstock.open(os.environ.get("PENSTOCK_LOG") or Path(folder, "joins.db")) as log,
+    ):
+        with (
+            running(app, log, checkpoints=Path(folder, "spark")) as runner,
+            penstock.Producer(log) as producer,
+        ):
             producer.send("customers", Customer("Ada", "Paris"), key="ada")
             producer.send("points", {"value": 20}, key="ada")
             producer.flush()

@@ -14,6 +14,7 @@ Expected output:
 from __future__ import annotations
 
 import datetime as dt
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,11 @@ def main() -> None:
         ],
         to=views,
     )
-    with tempfile.TemporaryDirectory() as folder, penstock.open(Path(folder, "site.db")) as log:
-        with running(app, log) as runner:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        penstock.open(os.environ.get("PENSTOCK_LOG") or Path(folder, "site.db")) as log,
+    ):
+        with running(app, log, checkpoints=Path(folder, "spark")) as runner:
             runner.until_idle(120)
         for key, users in penstock.Table[Any](log, "visitors").items():
             page, start_ms = key.decode().split("@")

@@ -12,6 +12,7 @@ Expected output:
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,8 +67,14 @@ def main() -> None:
         Subscription("tea", "bob"),
         Subscription("tea", "ada", leave=True),
     ]
-    with tempfile.TemporaryDirectory() as folder, penstock.open(Path(folder, "chat.db")) as log:
-        with running(app, log) as runner, penstock.Producer(log) as producer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        penstock.open(os.environ.get("PENSTOCK_LOG") or Path(folder, "chat.db")) as log,
+    ):
+        with (
+            running(app, log, checkpoints=Path(folder, "spark")) as runner,
+            penstock.Producer(log) as producer,
+        ):
             for wish in wishes:
                 producer.send("subscriptions", wish)
                 producer.flush()

@@ -16,6 +16,7 @@ Expected output:
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,8 +55,11 @@ def counts(words: DataFrame) -> DataFrame:
 
 def main() -> None:
     app.feed([Line("To be, or not to be,"), Line("that is the question to")], to=lines)
-    with tempfile.TemporaryDirectory() as folder, penstock.open(Path(folder, "words.db")) as log:
-        with running(app, log) as runner:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        penstock.open(os.environ.get("PENSTOCK_LOG") or Path(folder, "words.db")) as log,
+    ):
+        with running(app, log, checkpoints=Path(folder, "spark")) as runner:
             runner.until_idle(120)
         for word, row in penstock.Table[Any](log, "counts").items():
             print(word.decode(), row.count)

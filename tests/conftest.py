@@ -1,19 +1,39 @@
-"""What all tests share: the report of checklist rows, and a broker."""
+"""What all tests share: the report of checklist rows, a Spark session, and a broker."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
+from penstock.spark.session import close_session
+from penstock.testing.apps import test_session
 from penstock.testing.brokers import Brokers, BrokersError, jars
 from penstock.testing.rows import RowPlugin
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RowPlugin(), "penstock-rows")
+    # Before Spark starts, whose workers materialise tables too.
+    os.environ["PENSTOCK_CACHE"] = tempfile.mkdtemp(prefix="penstock-tables-")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ.pop("PENSTOCK_CACHE"), ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """One Spark session for all tests."""
+    session = test_session()
+    yield session
+    close_session(session)
+    test_session.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,10 @@ from penstock.log.quantities import parse_bytes
 from penstock.log.read import start_offset
 
 OnGone = Literal["fail", "earliest", "latest"]
+OnDamage = Literal["fail", "skip"]
 _NAMES = {
     "log", "stream", "start", "end", "batch_rows", "batch_bytes", "split_rows", "on_gone",
-    "columns", "changes", "wait_ms", "producer", "path",
+    "on_damage", "columns", "changes", "wait_ms", "producer", "path",
 }  # fmt: skip
 _OF_SPARK = ("checkpointlocation", "queryname")
 BATCH_ROWS = 4_194_304
@@ -29,7 +30,8 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `start` and `end`: earliest, latest, an offset of every partition, a JSON object of offsets
     by partition, or a time (ISO 8601, of append). `on_gone`: what to do where retention was
-    faster than the reader. `changes` reads a table's changelog instead of its entries.
+    faster than the reader; `on_damage`: where an event cannot be read. `changes` reads a table's
+    changelog instead of its entries.
     """
 
     log: str
@@ -40,6 +42,7 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
     batch_bytes: int | None = None
     split_rows: int = SPLIT_ROWS
     on_gone: OnGone = "fail"
+    on_damage: OnDamage = "fail"
     columns: tuple[str, ...] | None = None
     changes: bool = False
     wait_ms: int = 0

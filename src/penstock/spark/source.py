@@ -27,7 +27,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from penstock.app.splits import cuts
-from penstock.errors import OffsetGoneError, UsageError
+from penstock.errors import DamagedError, OffsetGoneError, UsageError
 from penstock.log.api import Log, Offsets
 from penstock.log.objects import Stream
 from penstock.log.table import unpacker
@@ -137,6 +137,10 @@ class _RangeReader:
                 if self._options.on_gone == "fail":
                     raise
                 start = end if self._options.on_gone == "latest" else gone.earliest
+            except DamagedError as damage:
+                if self._options.on_damage == "fail":
+                    raise
+                start = damage.last_offset + 1
 
     def _checked_start(self, log: Log, start: Mapping[int, int]) -> dict[int, int]:
         """The start, where it is still there; else what `on_gone` says."""

@@ -81,8 +81,9 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
     `broker_timeout_ms` bounds every question to the cluster; `transaction_timeout_ms` is after
     how long the cluster gives up the transaction of a process that died; `staged_retention_ms`
     how long staged events are kept for their commit. `cache` is the folder in which tables are
-    materialised. `upkeep_interval_ms` is how often a process that commits sweeps what was staged
-    and never committed; 0 is never. Options with a dot in their name are librdkafka's own.
+    materialised (PENSTOCK_CACHE, if it is not given). `upkeep_interval_ms` is how often a
+    process that commits sweeps what was staged and never committed; 0 is never. Options with a
+    dot in their name are librdkafka's own.
     """
 
     broker_timeout_ms: int = 30_000

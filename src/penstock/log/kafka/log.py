@@ -145,11 +145,11 @@ class KafkaLog:
 
     def _cache(self, log_id: str) -> Path:
         """Where tables are materialised: a file for each log, shared by the processes here."""
-        chosen = self._options.cache
-        if chosen is None:
+        folder = self._options.cache or os.environ.get("PENSTOCK_CACHE")
+        if not folder:
             home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            chosen = str(home / "penstock" / "tables")
-        return Path(chosen) / f"{log_id}.db"
+            folder = str(home / "penstock" / "tables")
+        return Path(folder) / f"{log_id}.db"
 
     def _populate(self, draft: Draft) -> list[ObjectChanged]:
         if draft.is_empty:

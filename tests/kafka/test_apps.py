@@ -1,0 +1,180 @@
+"""Apps on Kafka: agents, tables and their changelogs, and Spark programs that read and write."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from penstock import (
+    App,
+    CreateStream,
+    Entry,
+    GrowStream,
+    Log,
+    Producer,
+    Record,
+    Table,
+    declare,
+    read_events,
+)
+from penstock import open as open_log
+from penstock.app.reports import agent_rows
+from penstock.errors import QueryFailedError
+from penstock.testing.apps import AppTest
+from penstock.testing.brokers import Brokers
+from tests.app.shop import Order, Shop, some_orders
+from tests.kafka.test_interop import Client
+
+
+@pytest.mark.row("F10", engine="kafka")
+def test_where_an_agent_is_can_be_asked(url: str, tmp_path: Path) -> None:
+    shop = Shop(partitions=3)
+    with AppTest(shop.app, tmp_path, log=url) as run:
+        run.send(shop.orders, *some_orders(50))
+        run.until_idle()
+        rows = [row for row in agent_rows(run.log) if row.agent == "first_seen"]
+        assert [row.partition for row in rows] == [0, 1, 2]
+        ends = {p: offsets.next for p, offsets in run.log.offsets("orders").items()}
+        assert {row.partition: row.offset for row in rows} == ends
+        assert all(row.lag == 0 for row in rows)
+
+
+@pytest.mark.row("F10", engine="kafka")
+def test_a_key_is_handled_once_though_its_stream_grew(url: str, tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    counts = app.table("counts", value=int, default=0)
+
+    @app.agent(orders, state=counts)
+    def count(order: Order, count: Entry[int]) -> None:
+        count.value += 1
+
+    with AppTest(app, tmp_path, log=url) as run:
+        run.until_idle()
+        run.runner.stop()
+        run.send(orders, *some_orders(70))
+        run.log.apply([GrowStream("orders", 4)])
+        run.send(orders, *some_orders(70))
+        run.restart()
+        run.until_idle()
+        assert run.table(counts) == {f"u{n}": 20 for n in range(7)}
+
+
+class Join(Record):
+    topic: str
+    account: str
+    leave: bool = False
+
+
+@pytest.mark.row("F11", engine="kafka")
+@pytest.mark.parametrize("kind", [set[str], list[str]])
+def test_a_table_is_made_again_from_its_changelog(url: str, tmp_path: Path, kind: Any) -> None:
+    """Sets and lists are told by what was done to them; whoever has no file replays it."""
+    app = App("chat")
+    joins = app.stream("joins", Join, key="topic")
+    members = app.table("members", value=kind)
+
+    @app.agent(joins, state=members)
+    def follow(join: Join, members: Entry[Any]) -> None:
+        if join.leave:
+            members.value.remove(join.account)
+        elif isinstance(members.value, set):
+            members.value.add(join.account)
+        else:
+            members.value.append(join.account)
+
+    with AppTest(app, tmp_path, log=url) as run:
+        for n in range(6):
+            run.send(joins, Join("tea", f"a{n}"), Join("milk", f"b{n}"))
+            run.until_idle()
+        run.send(joins, Join("tea", "a3", leave=True))
+        run.until_idle()
+        told = [e.data.action for e in run.whole_events(members)]
+        assert told.count("add") == 12
+        found = run.table(members)
+    wanted = {"tea": ["a0", "a1", "a2", "a4", "a5"], "milk": [f"b{n}" for n in range(6)]}
+    assert {key: sorted(value) for key, value in found.items()} == wanted
+    with open_log(url, cache=str(tmp_path / "empty")) as log:
+        again: Table[Any] = Table(log, "members")
+        assert {key.decode(): value for key, value in again.items()} == found
+
+
+@pytest.mark.row("X3", engine="kafka")
+def test_a_spark_program_copies_each_event_once(
+    kafka: Log, spark: SparkSession, tmp_path: Path
+) -> None:
+    kafka.apply([
+        CreateStream(declare("orders", Order, key="user", partitions=3)),
+        CreateStream(declare("copies", Order, key="user", partitions=2)),
+    ])  # fmt: skip
+
+    def copy(checkpoint: str = "cp") -> None:
+        reader = spark.readStream.format("penstock").option("log", kafka.url)
+        frame = reader.option("batch_rows", "40").load("orders").where("amount % 2 = 0")
+        query = (
+            frame.withColumn("item", F.expr("uuid()")).writeStream.format("penstock")
+            .option("log", kafka.url).option("stream", "copies").option("producer", "copier")
+            .option("checkpointLocation", str(tmp_path / checkpoint))
+            .trigger(availableNow=True).start()
+        )  # fmt: skip
+        query.awaitTermination(120)
+
+    with Producer(kafka) as producer:
+        for order in some_orders(100):
+            producer.send("orders", order)
+    copy()
+    first = [event.data for event in read_events(kafka, "copies", Order)]
+    with Producer(kafka) as producer:
+        for order in some_orders(40):
+            producer.send("orders", order)
+    copy()
+    copy()
+    found = [event.data for event in read_events(kafka, "copies", Order)]
+    wanted = [o.amount for o in [*some_orders(100), *some_orders(40)] if o.amount % 2 == 0]
+    assert sorted(order.amount for order in found) == sorted(wanted)
+    assert {order.item for order in first} <= {order.item for order in found}
+    rows = spark.read.format("penstock").option("log", kafka.url).load("copies")
+    assert rows.count() == len(wanted)
+    assert rows.select("_offset").distinct().count() <= len(wanted)
+
+
+def test_a_bad_message_stops_an_app_and_is_named(url: str, broker: Brokers, tmp_path: Path) -> None:
+    shop = Shop()
+    with AppTest(shop.app, tmp_path, log=url, tries_max=1) as run:
+        run.send(shop.orders, *some_orders(3))
+        run.until_idle()
+        client = Client("kcat", broker, f"{url.rpartition('/')[2]}.default.orders")
+        client.write("no json")
+        failure = run.until_failed()
+        assert isinstance(failure, QueryFailedError)
+        assert "is no Order" in str(failure)
+        assert "offset" in str(failure)
+
+
+def test_spark_leaves_bad_messages_out_if_told(
+    kafka: Log, url: str, broker: Brokers, spark: SparkSession
+) -> None:
+    kafka.apply([CreateStream(declare("orders", Order, key="user"))])
+    client = Client("kcat", broker, f"{url.rpartition('/')[2]}.default.orders")
+    good = '{"user": "a", "item": "tea", "amount": %d}'
+    client.write(good % 1, "no json", good % 2, "{}", good % 3)
+    reader = spark.read.format("penstock").option("log", kafka.url)
+    with pytest.raises(Exception, match="offset 1 is no Order"):
+        reader.load("orders").count()
+    rows = reader.option("on_damage", "skip").load("orders").collect()
+    assert [row.amount for row in rows] == [1, 2, 3]
+
+
+def test_an_event_is_derived_soon(url: str, tmp_path: Path) -> None:
+    """Not how soon: only that it needs no other event, and no polling of a second."""
+    shop = Shop()
+    with AppTest(shop.app, tmp_path, log=url) as run:
+        run.send(shop.orders, *some_orders(1))
+        deadline = time.monotonic() + 60
+        while not run.events(shop.alerts):
+            assert time.monotonic() < deadline
