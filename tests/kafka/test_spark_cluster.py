@@ -22,7 +22,7 @@ def spark_cluster(tmp_path: Path) -> Iterator[SparkCluster]:
         yield cluster
 
 
-@pytest.mark.row("X1", engine="kafka")
+@pytest.mark.row("X1", engine="any")
 @pytest.mark.timeout(600)
 def test_a_worker_is_killed_under_load(
     kafka: Log, spark_cluster: SparkCluster, tmp_path: Path

@@ -290,10 +290,8 @@ class KafkaLog:
         events = [self._composer.admit(stream, note, EventOptions(), system=True) for note in notes]
         encoded = encode(stream, self._composer.part(stream, events).batch)
         topic = self._address.topic(stream.name)
-        for key, value, headers in zip(
-            encoded.keys, encoded.values, encoded.headers(), strict=True
-        ):
-            session.send(topic, 0, key, value, headers)
+        messages = zip(encoded.keys, encoded.values, encoded.headers(), strict=True)
+        session.send_all(topic, 0, messages)
 
     # Writing
 

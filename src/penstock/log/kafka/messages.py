@@ -39,7 +39,7 @@ _CONTENT = "content-type"
 _PREFIX = "ce_"
 #: attributes that are columns of their own, or say nothing
 _OWN = frozenset({"ce_specversion", "ce_id", "ce_type", "ce_source", "ce_time", _CONTENT})
-Headers = list[tuple[str, str | bytes | None]]
+Headers = dict[str, str | bytes | None]
 Found = Sequence[dict[str, bytes]]
 
 
@@ -88,27 +88,26 @@ def _headers(
     stream: Stream, batch: pa.RecordBatch, columns: dict[str, pa.Array]
 ) -> Iterator[Headers]:
     content = BINARY if stream.spec.content == "bytes" else JSON
-    same: Headers = [("ce_specversion", SPEC_VERSION), (_CONTENT, content)]
-    changing: list[tuple[str, list[str]]] = [("ce_id", columns["_id"].to_pylist())]
+    same: Headers = {"ce_specversion": SPEC_VERSION.encode(), _CONTENT: content.encode()}
+    changing: dict[str, list[str]] = {"ce_id": columns["_id"].to_pylist()}
     for name in ("_type", "_source"):
         if name in batch.schema.names:
-            changing.append((f"ce{name}", columns[name].to_pylist()))
+            changing[f"ce{name}"] = columns[name].to_pylist()
         else:
-            same.append((f"ce{name}", getattr(stamp_of(batch), name.removeprefix("_"))))
+            same[f"ce{name}"] = getattr(stamp_of(batch), name.removeprefix("_")).encode()
     if "_time" in batch.schema.names:
-        changing.append(("ce_time", _iso(columns["_time"])))
+        changing["ce_time"] = _iso(columns["_time"])
     elif "_time" in columns:
         time = from_microseconds(stamp_of(batch).time_us)
-        same.append(("ce_time", time.isoformat().replace("+00:00", "Z")))
+        same["ce_time"] = time.isoformat().replace("+00:00", "Z").encode()
     if columns["_headers"].null_count == batch.num_rows and len(changing) == 1:
-        for id_ in changing[0][1]:
-            yield [*same, ("ce_id", id_)]
+        for id_ in changing["ce_id"]:
+            yield {**same, "ce_id": id_}
         return
-    names = [name for name, _ in changing]
     extra = columns["_headers"].to_pylist()
-    for given, *values in zip(extra, *(column for _, column in changing), strict=True):
-        more = [(f"{_PREFIX}{name}", value) for name, value in given or ()]
-        yield [*same, *zip(names, values, strict=True), *more]
+    for given, *values in zip(extra, *changing.values(), strict=True):
+        more = {f"{_PREFIX}{name}": value for name, value in given or ()}
+        yield {**same, **dict(zip(changing, values, strict=True)), **more}
 
 
 def _iso(times: pa.Array) -> list[str]:

@@ -70,14 +70,14 @@ class Sent:
     def _send(
         self, session: Session, partition: int, encoded: Encoded, reported: dict[int, int]
     ) -> None:
-        topic, send = self._topic, session.send
         step = 1 if encoded.rows <= FOLLOWED_ROWS_MAX else FOLLOWED_ROWS_MAX
         messages = zip(encoded.keys, encoded.values, encoded.headers(), strict=True)
-        for row, (key, value, headers) in enumerate(messages):
-            told = None
-            if row % step == 0 or row == encoded.rows - 1:
-                told = self._teller(row, reported)
-            send(topic, partition, key, value, headers, told)
+        last = encoded.rows - 1
+        # The first of each stretch is followed, and the very last.
+        for row in range(0, last, step):
+            stretch = itertools.islice(messages, min(step, last - row))
+            session.send_all(self._topic, partition, stretch, self._teller(row, reported))
+        session.send_all(self._topic, partition, messages, self._teller(last, reported))
 
     def _teller(self, row: int, reported: dict[int, int]) -> Any:
         def tell(error: KafkaError | None, message: Any) -> None:

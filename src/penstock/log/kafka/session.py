@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -22,6 +22,8 @@ from penstock.log.kafka.ledger import ProducerState
 from penstock.log.kafka.messages import Headers
 
 T = TypeVar("T")
+Message = tuple[bytes | None, bytes | None, Headers]
+Told = Callable[[KafkaError | None, Any], None]
 SESSIONS_MAX = 32
 MESSAGE_BYTES_MAX = 32 << 20
 QUEUE_KIB = 128 << 10
@@ -93,26 +95,32 @@ class Session:
 
     # Inside a transaction
 
-    def send(
-        self,
-        topic: str,
-        partition: int,
-        key: bytes | None,
-        value: bytes | None,
-        headers: Headers | None = None,
-        on_delivery: Callable[[KafkaError | None, object], None] | None = None,
+    def send(self, topic: str, partition: int, key: bytes | None, value: bytes | None) -> None:
+        """Hand a message without headers over."""
+        self._send(topic, partition, key, value, {}, None)
+
+    def send_all(
+        self, topic: str, partition: int, messages: Iterable[Message], told: Told | None = None
     ) -> None:
-        """Hand a message over; waits where too many are on their way."""
+        """Hand messages over in order; `told` is called with what becomes of the first."""
+        produce = self._open_producer().produce
+        for key, value, headers in messages:
+            try:
+                produce(topic, value, key, partition, told, headers=headers)
+            except (BufferError, KafkaException):
+                self._send(topic, partition, key, value, headers, told)
+            told = None
+
+    def _send(
+        self, topic: str, partition: int, key: bytes | None, value: bytes | None, headers: Headers,
+        told: Told | None,
+    ) -> None:  # fmt: skip
+        """Hand one over; waits where too many are on their way, or the stream has just grown."""
         producer = self._open_producer()
         tries = 0
         while True:
             try:
-                if headers is None:
-                    producer.produce(topic, value, key, partition, on_delivery=on_delivery)
-                else:
-                    producer.produce(
-                        topic, value, key, partition, on_delivery=on_delivery, headers=headers
-                    )
+                producer.produce(topic, value, key, partition, told, headers=headers)
                 return
             except BufferError:
                 producer.poll(0.05)

@@ -92,7 +92,9 @@ class Brokers:
         self._protocol = protocol
         self._settings = dict(settings or {})
         self._ports = free_ports(2 * count)
-        self._cluster = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
+        # Its first bits are zero, since an id must not begin with a dash.
+        number = (secrets.randbits(127)).to_bytes(16, "big")
+        self._cluster = base64.urlsafe_b64encode(number).decode().rstrip("=")
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * count
         self._paused: set[int] = set()
 
