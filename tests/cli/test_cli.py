@@ -268,7 +268,7 @@ def test_verify_and_backup(run: Run, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "stream s, partition 0: offsets 0 to 1999 are damaged" in done.stdout
     done = run("verify", "--json")
-    assert json.loads(done.stdout.splitlines()[-1]) == {"damaged": 1, "batches": 2}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"damaged": 1, "streams": 3}
     done = run("read", "s")
     assert done.returncode == 1
     assert "damaged" in done.stderr

@@ -31,6 +31,7 @@ class KafkaHarness:
 
 class TestKafka(LogContract):
     engine = "kafka"
+    moments_s = 5.0
 
     @pytest.fixture
     def harness(self, broker: Brokers, tmp_path: Path) -> Harness:

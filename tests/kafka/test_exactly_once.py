@@ -17,7 +17,7 @@ from tests.fault.payments import kills_at, random_kills, seed_of
 from tests.fault.pipeline import app
 
 #: from staging in a task to the end of the transaction
-STEPS = ("stage.blobs", "publish.pieces", "commit.blobs", "commit.producer", "commit.committed")
+STEPS = ("stage.blobs", "publish.pieces", "commit.blobs", "commit.producer")
 
 
 @pytest.fixture

@@ -20,6 +20,16 @@ The promises (numbered as in `penstock.testing.contract`, which proves them on a
 9.  An event's id is known before its commit; its offset only after.
 10. A stream with ids="producer" has one partition, and an event whose id it holds already
     is a no-op.
+
+Where the engines differ:
+
+-   Commits have one order on the embedded engine; on Kafka they have none (`Committed.commit`
+    is 0), and offsets have gaps where commits end.
+-   Upkeep may store events in another way (merging), and never changes what a reader sees.
+    Retention by size keeps at least what it says; on Kafka whole segments go.
+-   On Kafka `acks` is the stream's alone, another process's changes of objects are seen
+    within a quarter of a second, a commit may write to one ids="producer" stream, and a
+    pinned moment is one of each partition.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line
 from penstock.log.kafka.messages import offset_of
 from penstock.log.kafka.session import Sessions, TakenError, UnknownError
 from penstock.log.kafka.staging import PARTITIONS, Place, Staging, Tag
+from penstock.log.kafka.writing import explained
 from penstock.log.objects import Stream
 
 EPHEMERAL_S = 7 * 24 * 3600
@@ -105,7 +106,7 @@ class Housekeeper:
         old = [n for n, state in producers.items() if state.ephemeral and state.time_us < before_us]
         deadline = time.monotonic() + self._cluster.timeout_s
         for name in old:
-            with self._sessions.using(f"producer.{name}") as session:
+            with self._sessions.using(f"producer.{name}") as session, explained():
                 try:
                     session.close()
                     session.open()

@@ -41,6 +41,8 @@ class OnEngine:
     """Tests of one engine: a subclass gives the `harness`."""
 
     engine: ClassVar[str] = "any"
+    moments_s: ClassVar[float] = 0.0
+    """How long a commit may take to show in all its partitions; promise 2 says where it may."""
 
     @pytest.fixture
     def harness(self) -> Harness:
