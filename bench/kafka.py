@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
+from pyspark.sql import DataFrame
 
 import penstock
 from bench.embedded import ROWS, Order, typed_rows
 from bench.result import Result, in_turns, seconds
 from bench.spark import agent_latency, session
+from penstock.app.plan import plan
+from penstock.app.query import Query, QueryLimits
+from penstock.app.runner import make_streams
 from penstock.log.compose import Composer
 from penstock.log.kafka.messages import Headers, encode
-from penstock.testing.brokers import Brokers
+from penstock.spark.backend import SparkBackend
+from penstock.spark.session import close_session
+from penstock.testing.brokers import Brokers, fetched
 
 Message = tuple[bytes | None, bytes | None, Headers]
 PARTITIONS = 2
+PEER = Path(__file__).with_name("peers") / "spark_kafka"
 
 
 def rate(rows: int, took_s: float) -> str:
@@ -84,7 +93,8 @@ def _append(log: penstock.Log, server: str, count: int, rounds: int) -> list[Res
             for messages in itertools.islice(itertools.cycle(ready), count):
                 producer.begin_transaction()
                 for row, (key, value, headers) in enumerate(messages):
-                    _produce(producer, topic, value, key, row % PARTITIONS, headers)
+                    # One partition after the other, which fills librdkafka's batches best.
+                    _produce(producer, topic, value, key, row * PARTITIONS // ROWS, headers)
                 producer.flush(60)
                 producer.commit_transaction(60)
 
@@ -199,7 +209,73 @@ def latency_on_kafka(folder: Path, quick: bool) -> list[Result]:
     ]
 
 
+def copying(folder: Path, quick: bool) -> list[Result]:
+    """Log → Spark → log through a derived stream, on both engines, beside Spark's own."""
+    count, rows = (12, 200_000) if quick else (80, 1_000_000)
+    data = [typed_rows(seed=n) for n in range(4)]
+    jars = fetched(PEER / "pom.xml", "spark-kafka")
+    rates: dict[str, float] = {}
+    with Brokers(1, folder / "kafka") as brokers:
+        for name, url in (("embedded", str(folder / "log.db")), ("kafka", f"{brokers.url}/bench")):
+            with penstock.open(url) as log:
+                app = copier()
+                make_streams(log, plan(app))
+                with penstock.Producer(log) as producer:
+                    for batch in itertools.islice(itertools.cycle(data), count):
+                        producer.append("orders", batch)
+                rates[name] = _steady(_copied(log, app, rows))
+        close_session(session())
+        command = [
+            sys.executable, str(PEER / "copy.py"), str(jars), brokers.addresses[0],
+            "bench.default.orders", _topic(brokers.addresses[0]), str(folder / "cp"), str(rows),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
+        rates["spark"] = _steady(msgspec.json.decode(done.stdout.splitlines()[-1]))
+    beside = f"{rates['spark']:,.0f} events/s: Spark's own Kafka source and sink, at-least-once"
+    return [
+        Result(
+            what=f"{name}: log → Spark → log, {count * ROWS:,} typed events, exactly-once",
+            measured=f"{rates[key]:,.0f} events/s",
+            beside=beside,
+            ratio=rates[key] / rates["spark"],
+            at_least=wanted,
+        )
+        for name, key, wanted in (("Kafka", "kafka", 0.85), ("Embedded", "embedded", 4.0))
+    ]
+
+
+def copier() -> penstock.App:
+    app = penstock.App("copier")
+    orders = app.stream("orders", Order, key="user", time="at", partitions=PARTITIONS)
+
+    @app.derive(orders, key="user", record=Order)
+    def copies(orders: DataFrame) -> DataFrame:
+        return orders.where("amount >= 0")
+
+    return app
+
+
+def _copied(log: penstock.Log, app: penstock.App, rows: int) -> list[tuple[int, float]]:
+    """Rows and seconds of each batch."""
+    backend = SparkBackend(session(), Path(), limits=QueryLimits(batch_rows_max=rows, tasks=2))
+    query = backend.frames(log, app.name, plan(app).definitions[0])
+    assert isinstance(query, Query)
+    query.start()
+    found = []
+    while (step := query.step()) is not None:
+        found.append((step.rows_in, step.took_s))
+    query.close()
+    return found
+
+
+def _steady(steps: Sequence[Sequence[float]]) -> float:
+    """Events a second over all batches but the first two, which warm everything up."""
+    kept = list(steps[2:] or steps)
+    return sum(rows for rows, _ in kept) / sum(took for _, took in kept)
+
+
 BENCHMARKS: dict[str, Callable[[Path, bool], list[Result]]] = {
     "kafka": on_kafka,
     "kafka-latency": latency_on_kafka,
+    "kafka-copy": copying,
 }

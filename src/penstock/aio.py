@@ -15,10 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import functools
+import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, cast, runtime_checkable
+
+import msgspec
 
 from penstock.log.api import Log
 from penstock.log.batch import Batch
@@ -44,6 +49,8 @@ class AsyncProducer:
 
     def __init__(self, log: Log, options: ProducerOptions = ProducerOptions()) -> None:
         self._producer = Producer(log, options)
+        # One thread: what is sent in an order is sent in that order.
+        self._sender = ThreadPoolExecutor(1, "penstock-aio")
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._producer.__enter__)
@@ -56,6 +63,7 @@ class AsyncProducer:
         trace: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self._producer.close)
+        self._sender.shutdown(wait=False)
 
     async def send(
         self,
@@ -72,10 +80,11 @@ class AsyncProducer:
 
         A task that is cancelled may still have sent it.
         """
-        sent = await asyncio.to_thread(
+        send = functools.partial(
             self._producer.send, stream, data, key=key, id=id, time=time, type=type,
             headers=headers,
         )  # fmt: skip
+        sent = await asyncio.get_running_loop().run_in_executor(self._sender, send)
         return await asyncio.wrap_future(sent)
 
 
@@ -88,12 +97,13 @@ async def read_batches_async(
             async for batch in live:
                 yield batch
         return
-    batches = read_batches(log, stream, options)
-    while True:
-        found: Batch | None = await asyncio.to_thread(_next, batches)
-        if found is None:
-            return
-        yield found
+    stop = options.stop or threading.Event()
+    batches = read_batches(log, stream, msgspec.structs.replace(options, stop=stop))
+    try:
+        while (found := await asyncio.to_thread(_next, batches)) is not None:
+            yield found
+    finally:
+        stop.set()  # whoever is cancelled leaves a thread behind that must end
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:

@@ -7,6 +7,7 @@ msgspec. Both write and read the same documents.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import types
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ from penstock.errors import RecordError
 from penstock.records.arrow import (
     RecordCodec,
     arrow_schema,
+    arrow_type,
     check_column,
     codec_of_schema,
-    nullable,
     python_values,
 )
 from penstock.records.schema import (
@@ -42,6 +43,12 @@ _NOT_FINITE = {"nan": '"NaN"', "inf": '"Infinity"', "-inf": '"-Infinity"'}
 _NAMED = re.compile(rb'"(NaN|-?Infinity)"')
 _encoder = msgspec.json.Encoder()
 _READ_KINDS = ("bool", "int", "float", "str", "datetime", "naive_datetime", "date", "uuid")
+#: how times are written here; Arrow's reader takes other forms too, which msgspec refuses
+_FORMS = {
+    "datetime": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)$",
+    "naive_datetime": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?$",
+    "date": r"^\d{4}-\d\d-\d\d$",
+}
 
 
 class Documents(NamedTuple):
@@ -85,8 +92,22 @@ def _texts(column: pa.Array, type_: Type) -> pa.Array:
         case Scalar(kind="str" | "uuid") | Choice():
             if not pc.any(pc.match_substring_regex(column, _NEEDS_ESCAPE)).as_py():
                 return _quoted(column)
-    made = [None if value is None else _encoder.encode(value) for value in python_values(column)]
+    made = [
+        None if value is None else _encoder.encode(_named(value)) for value in python_values(column)
+    ]
     return pa.array(made, pa.binary()).cast(pa.string())
+
+
+def _named(value: object) -> object:
+    """A value in which every number that JSON does not have is its name."""
+    match value:
+        case float() if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case dict():
+            return {key: _named(inner) for key, inner in value.items()}
+        case list():
+            return [_named(inner) for inner in value]
+    return value
 
 
 def _quoted(texts: pa.Array, suffix: str = "") -> pa.Array:
@@ -133,22 +154,51 @@ def _is_plain(schema: Schema) -> bool:
 
 def _by_column(values: Sequence[bytes], schema: Schema) -> pa.RecordBatch | None:
     """What Arrow's reader makes of them; `None` where it is not sure."""
+    if not all(value.startswith(b"{") for value in values):
+        return None  # Arrow's reader does not survive a bare null, and takes two for one
     wanted = arrow_schema(schema)
     text = b"\n".join(values)
     options = pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1)
     parsing = pyarrow.json.ParseOptions(
-        explicit_schema=nullable(wanted), unexpected_field_behavior="ignore"
+        explicit_schema=_with_text(schema), unexpected_field_behavior="ignore"
     )
     try:
         table = pyarrow.json.read_json(pa.BufferReader(text), options, parsing)
         if table.num_rows != len(values):
             return None
-        columns = [table.column(name).combine_chunks() for name in wanted.names]
-        for column, field in zip(columns, schema.fields, strict=True):
+        table.validate(full=True)
+        columns = []
+        for field in schema.fields:
+            column = _read(table.column(field.name).combine_chunks(), field.type)
             check_column(column, field.type, field.name)
+            columns.append(column)
     except (pa.ArrowException, RecordError):
         return None
     return pa.RecordBatch.from_arrays(columns, schema=wanted)
+
+
+@functools.cache
+def _with_text(schema: Schema) -> pa.Schema:
+    """The columns to read, times as text."""
+    return pa.schema([
+        pa.field(field.name, pa.string() if _form_of(field.type) else column.type)
+        for field, column in zip(schema.fields, arrow_schema(schema), strict=True)
+    ])  # fmt: skip
+
+
+def _form_of(type_: Type) -> str | None:
+    inner = type_.of if isinstance(type_, Maybe) else type_
+    return _FORMS.get(inner.kind) if isinstance(inner, Scalar) else None
+
+
+def _read(column: pa.Array, type_: Type) -> pa.Array:
+    """A column that was read; raises `RecordError` for a time that is not in its form."""
+    form = _form_of(type_)
+    if form is None:
+        return column
+    if pc.any(pc.invert(pc.match_substring_regex(column, form))).as_py():
+        raise RecordError("a time is written in another way")
+    return column.cast(arrow_type(type_))
 
 
 def _by_record(values: Sequence[bytes | None], schema: Schema) -> pa.RecordBatch | None:

@@ -102,14 +102,17 @@ def bundle(app: App, target: Path) -> Path:
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for package in ("penstock", "pyspark_penstock"):
             root = Path(str(importlib.import_module(package).__file__)).parent
-            for path in sorted(root.rglob("*")):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    archive.write(path, f"{package}/{path.relative_to(root)}")
+            for own in sorted(root.rglob("*")):
+                if own.is_file() and "__pycache__" not in own.parts:
+                    archive.write(own, f"{package}/{own.relative_to(root)}")
         for name, module in sorted(sys.modules.items()):
             file = getattr(module, "__file__", None)
             if file is None or not file.endswith(".py") or name == "__main__":
                 continue
-            if any(folder in Path(file).resolve().parents for folder in folders):
+            path = Path(file).resolve()
+            if {"site-packages", "dist-packages"} & set(path.parts):
+                continue  # installed, and to be installed there: it may not be Python alone
+            if any(folder in path.parents for folder in folders):
                 parts = name.replace(".", "/")
                 is_package = Path(file).name == "__init__.py"
                 archive.write(file, f"{parts}/__init__.py" if is_package else f"{parts}.py")

@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -142,10 +142,31 @@ class Cluster:
         self._last_error = ""
         self._admin: AdminClient | None = None
         self._lock = threading.Lock()
+        self._local = threading.local()
 
     @property
     def timeout_s(self) -> float:
-        return self.options.broker_timeout_ms / 1000
+        """How long a question may take: what the options say, and what `within` leaves."""
+        whole = self.options.broker_timeout_ms / 1000
+        deadline: float | None = getattr(self._local, "deadline", None)
+        return whole if deadline is None else max(0.1, min(whole, deadline - time.monotonic()))
+
+    @property
+    def patience_s(self) -> float:
+        """The same where it may be that a dead process's transaction has to be given up first."""
+        if getattr(self._local, "deadline", None) is not None:
+            return self.timeout_s
+        return self.timeout_s + self.options.transaction_timeout_ms / 1000
+
+    @contextlib.contextmanager
+    def within(self, deadline: float) -> Iterator[None]:
+        """In this thread, let no question take longer than until then."""
+        before: float | None = getattr(self._local, "deadline", None)
+        self._local.deadline = deadline
+        try:
+            yield
+        finally:
+            self._local.deadline = before
 
     # Clients
 
@@ -250,7 +271,9 @@ class Cluster:
         while True:
             left = max(0.1, deadline - time.monotonic())
             try:
-                return question(min(patience_s, left))
+                answer = question(min(patience_s, left))
+                self._last_error = ""  # whatever it was, it is over
+                return answer
             except (KafkaException, TimeoutError) as error:
                 self._hear()
                 is_over = time.monotonic() > deadline or _is_refusal(self._last_error)

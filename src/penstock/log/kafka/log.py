@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import os
 import time
@@ -50,6 +51,8 @@ from penstock.log.kafka.messages import encode
 from penstock.log.kafka.objects import SESSION, TOPIC, Catalogue, Draft, Topics
 from penstock.log.kafka.reading import Reader
 from penstock.log.kafka.session import (
+    Message,
+    NotCommittedError,
     Session,
     Sessions,
     TakenError,
@@ -257,7 +260,8 @@ class KafkaLog:
         self._topics.change(draft.changed)
         self._write(session, draft, notes)
         failpoint("objects.event")
-        self._settle(session)
+        with contextlib.suppress(TakenError, UnknownError, NotCommittedError, LogError):
+            self._settle(session)  # or the next change does
 
     def _draft(self) -> Draft:
         return Draft(
@@ -274,24 +278,31 @@ class KafkaLog:
         if not draft.values:
             return
         deadline = time.monotonic() + self._cluster.timeout_s
+        told = self._told(notes)  # before the transaction: looking waits for those under way
 
         def fill() -> None:
             for key, value in draft.values.items():
                 session.send(self._catalogue.topic, 0, key.encode(), value)
-            if notes:
-                self._note(session, notes)
+            session.send_all(self._address.topic(OBJECTS), 0, told)
 
-        session.transact(fill, deadline)
+        try:
+            session.transact(fill, deadline)
+        except UnknownError:
+            session.open()
+            self._catalogue.look()
+            lines = self._catalogue.lines()
+            if any(lines.get(key) != value for key, value in draft.values.items()):
+                raise
         self._catalogue.look()
 
-    def _note(self, session: Session, notes: Sequence[ObjectChanged]) -> None:
-        """Append to `_system.objects` inside the change's own transaction."""
+    def _told(self, notes: Sequence[ObjectChanged]) -> list[Message]:
+        """The events of `_system.objects` that go with a change."""
+        if not notes:
+            return []
         stream = self._catalogue.stream(str(OBJECTS))
         events = [self._composer.admit(stream, note, EventOptions(), system=True) for note in notes]
         encoded = encode(stream, self._composer.part(stream, events).batch)
-        topic = self._address.topic(stream.name)
-        messages = zip(encoded.keys, encoded.values, encoded.headers(), strict=True)
-        session.send_all(topic, 0, messages)
+        return list(zip(encoded.keys, encoded.values, encoded.headers(), strict=True))
 
     # Writing
 
@@ -316,7 +327,8 @@ class KafkaLog:
         self._check_open()
         check_call(sequence, options)
         check_limits(Commit(parts=[part]), self._limits)
-        return self._writer.stage(holder, sequence, part, options)
+        with self._cluster.within(time.monotonic() + options.timeout_ms / 1000):
+            return self._writer.stage(holder, sequence, part, options)
 
     def commit(
         self,

@@ -124,7 +124,10 @@ class MessageBatch(Batch):
         self, stream: Stream, messages: Sequence[Message], plain: pa.RecordBatch, offsets: pa.Array
     ) -> None:
         first, partition = offset_of(messages[0]), int(messages[0].partition() or 0)
-        runs = (Run(first, 0, appended_us(messages[0])),)
+        runs: tuple[Run, ...] = (Run(first, 0, appended_us(messages[0])),)
+        last_us = appended_us(messages[-1])
+        if last_us != runs[0].time_us:
+            runs = (*runs, Run(offset_of(messages[-1]), 0, last_us))
         super().__init__(stream, partition, first, plain, runs, offsets)
         self._messages = messages
         self._full: pa.RecordBatch | None = None
@@ -163,6 +166,8 @@ def decode(stream: Stream, messages: Sequence[Message]) -> Iterator[Batch | Dama
         plain, wrong = from_documents(values, stream.record)
         if not stream.spec.table:
             wrong += [(row, "it has no value") for row, v in enumerate(values) if v is None]
+    if stream.spec.table:
+        wrong += [(row, "it has no key") for row, m in enumerate(messages) if m.key() is None]
     if not wrong:
         yield MessageBatch(stream, messages, _with_deleted(stream, plain, values), offsets)
         return
@@ -316,12 +321,12 @@ def _extensions(found: Found) -> pa.Array:
         return pa.nulls(len(found), kind)
     made: list[list[tuple[str, str]] | None] = []
     for headers in found:
-        more = []
+        more: dict[str, str] = {}
         for name, value in headers.items():
             if name not in _OWN and value is not None:
                 try:
-                    more.append((name.removeprefix(_PREFIX), value.decode()))
+                    more[name.removeprefix(_PREFIX)] = value.decode()
                 except UnicodeDecodeError:
                     continue
-        made.append(more or None)
+        made.append(list(more.items()) or None)
     return pa.array(made, kind)

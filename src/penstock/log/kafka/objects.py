@@ -23,7 +23,12 @@ from confluent_kafka.admin import (
     NewTopic,
 )
 
-from penstock.errors import ObjectExistsError, UnknownObjectError, UsageError
+from penstock.errors import (
+    LogUnreachableError,
+    ObjectExistsError,
+    UnknownObjectError,
+    UsageError,
+)
 from penstock.failpoints import failpoint
 from penstock.log.changes import Resolved, must_exist, resolve, resolve_new
 from penstock.log.kafka.client import Cluster, code_of
@@ -50,6 +55,7 @@ from penstock.records.schema import Schema
 TOPIC = "_penstock.catalogue"
 SESSION = "catalogue"
 FRESH_S = 0.25
+GLANCE_S = 2.0
 """How long a look at the catalogue lasts; changes made here are seen at once."""
 
 
@@ -106,8 +112,16 @@ class Catalogue:
         self._looked = time.monotonic()
 
     def _glance(self) -> None:
-        if time.monotonic() - self._looked > FRESH_S:
-            self.look()
+        """Look, unless that was just now. While nobody answers, what was seen last must do."""
+        now = time.monotonic()
+        if now - self._looked > FRESH_S:
+            try:
+                with self._cluster.within(now + GLANCE_S):
+                    self.look()
+            except LogUnreachableError:
+                if self._looked == 0.0:
+                    raise
+                self._looked = time.monotonic() + GLANCE_S
 
     def about(self) -> About | None:
         with self._view.lock:
@@ -341,6 +355,7 @@ class Topics:
             spec = cast(StreamSpec, resolved.spec)
             if topic in there:
                 self._check_unused(topic, there[topic], resolved)
+                self._configure(topic, topic_settings(spec))
                 continue
             new.append(
                 NewTopic(
@@ -378,7 +393,8 @@ class Topics:
             )
 
     def change(self, wanted: Mapping[str, Resolved]) -> None:
-        for topic, resolved in wanted.items():
+        """Bring topics to what their streams are now; refuses before it changes anything."""
+        for resolved in wanted.values():
             spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
             if spec.replication != before.spec.replication:
                 raise UsageError(
@@ -386,6 +402,8 @@ class Topics:
                     f"{before.spec.replication} to {spec.replication} here: move its replicas with "
                     "Kafka's own tools (kafka-reassign-partitions)"
                 )
+        for topic, resolved in wanted.items():
+            spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
             there = self._cluster.topics().get(topic, 0)
             if resolved.partitions > there:
                 self._grow(topic, resolved.partitions)

@@ -119,7 +119,7 @@ class Reader:
                 is_over = offset == end - 1
                 deadline = time.monotonic() + self._cluster.timeout_s
             else:
-                if time.monotonic() > deadline:
+                if not is_over and time.monotonic() > deadline:
                     raise LogUnreachableError(
                         f"stream {stream.name}, partition {partition}: no broker gave events up "
                         f"to offset {end} in time"
@@ -128,6 +128,7 @@ class Reader:
             if held and (full or is_over):
                 yield held
                 held, size = [], 0
+                deadline = time.monotonic() + self._cluster.timeout_s
 
     def _is_end(
         self, error: KafkaError, message: Message, stream: Stream, partition: int, end: int
@@ -183,12 +184,14 @@ class Reader:
             in_vain = not self._heard(consumer, deadline)
         finally:
             with self._lock:
-                keep = in_vain and not self._closed and len(self._waiting) < WAITING_MAX
-                if keep and name not in self._waiting:
+                surplus = [consumer]
+                if in_vain and not self._closed and name not in self._waiting:
                     self._waiting[name] = consumer
-                    consumer = None
-            if consumer is not None:
-                consumer.close()
+                    # Positions move on: the one kept longest is hardly waited for again.
+                    oldest = next(iter(self._waiting)) if len(self._waiting) > WAITING_MAX else None
+                    surplus = [] if oldest is None else [self._waiting.pop(oldest)]
+            for one in surplus:
+                one.close()
         return not in_vain
 
     def _heard(self, consumer: Consumer, deadline: float) -> bool:

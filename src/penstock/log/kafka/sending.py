@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, KafkaError, TopicPartition
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, KafkaError, KafkaException, TopicPartition
 
 from penstock.errors import LogError
 from penstock.log.api import Limits, Placement
@@ -60,6 +60,7 @@ class Sent:
         self._prepared = prepared
         self._topic = topic
         self._reported: list[dict[int, int]] = [{} for _ in prepared.chunks]
+        self._error: KafkaError | None = None
         self.time_ms: int | None = None
 
     def send(self, session: Session) -> None:
@@ -81,7 +82,9 @@ class Sent:
 
     def _teller(self, row: int, reported: dict[int, int]) -> Any:
         def tell(error: KafkaError | None, message: Any) -> None:
-            if error is None:
+            if error is not None:
+                self._error = self._error or error
+            else:
                 reported[row] = message.offset()
                 kind, time_ms = message.timestamp()
                 if kind != TIMESTAMP_NOT_AVAILABLE:
@@ -90,7 +93,9 @@ class Sent:
         return tell
 
     def placement(self, cluster: Cluster) -> Placement:
-        """Where the events are; to be asked when all have arrived."""
+        """Where the events are; to be asked when all have arrived, or have not."""
+        if self._error is not None:
+            raise KafkaException(self._error)
         ranges: list[tuple[int, int, int]] = []
         for chunk, reported in zip(self._prepared.chunks, self._reported, strict=True):
             for first, rows in self._stretches(cluster, chunk, reported):

@@ -53,6 +53,9 @@ class Session:
         self.is_open = False
         self.state = ProducerState()
         """As of the opening, and of what was committed since: nobody else can have changed it."""
+        self.openings = 0
+        self.opened_with: dict[str, int] = {}
+        """Sessions that write for this one's producer, and which opening of theirs was its."""
         self._cluster = cluster
         self._producer: Producer | None = None
 
@@ -83,6 +86,7 @@ class Session:
                         error, f"opening the producer {self.name}"
                     ) from error
         self._producer = producer
+        self.openings += 1
         self.is_open = True
 
     def close(self) -> None:
@@ -169,7 +173,6 @@ class Session:
         return made
 
     def _commit(self, producer: Producer, deadline: float) -> None:
-        is_first = True
         while True:
             try:
                 producer.commit_transaction(max(0.1, deadline - time.monotonic()))
@@ -182,13 +185,10 @@ class Session:
                 if found.txn_requires_abort():
                     self._undo(producer, error)
                     raise NotCommittedError from self._cluster.translated(error, "committing")
-                if code_of(error) in FENCED and is_first:
-                    self.close()
-                    raise TakenError from error
                 if not found.retriable() or time.monotonic() > deadline:
                     self.close()
+                    # Also if it was fenced: an earlier try of this very call may have arrived.
                     raise UnknownError from self._cluster.translated(error, "committing")
-            is_first = False
 
     def _undo(self, producer: Producer, error: KafkaException) -> None:
         """Undo the transaction; raises `TakenError` if the session is no longer ours."""

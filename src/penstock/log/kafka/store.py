@@ -13,6 +13,7 @@ import functools
 import importlib.resources
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, cast
 import apsw
 import msgspec
 
-from penstock.errors import LogError, OffsetGoneError
+from penstock.errors import DamagedError, LogBusyError, LogError, OffsetGoneError
 from penstock.log.api import Entry
 from penstock.log.batch import Batch
 from penstock.log.collections import Action, Collection, Collections, replay
@@ -31,7 +32,10 @@ from penstock.log.sqlite.ids import take_new
 from penstock.log.table import entry_changes, packed, unpacker
 
 BUSY_MS = 120_000
-KEPT_US = 600_000_000
+KEPT_US = 3_700_000_000
+"""Older versions are kept for as long as an app's batch may hold a pin."""
+STALE_US = 20 * 3600 * 1_000_000
+"""Compaction leaves deletions alone for a day; a file not used for so long may lack some."""
 Read = Callable[[Stream, int, int, int], Iterator[Batch]]
 Row = tuple[Any, ...]
 
@@ -53,7 +57,7 @@ class Store:
         self.path = path
         self._read = read
         self._local = threading.local()
-        self._all: list[apsw.Connection] = []
+        self._all: weakref.WeakSet[apsw.Connection] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def _connection(self) -> apsw.Connection:
@@ -68,7 +72,7 @@ class Store:
                 ) from error
             self._local.connection = found
             with self._lock:
-                self._all.append(found)
+                self._all.add(found)
         return found
 
     def _opened(self) -> apsw.Connection:
@@ -85,9 +89,8 @@ class Store:
 
     def close(self) -> None:
         with self._lock:
-            for connection in self._all:
+            for connection in list(self._all):
                 connection.close()
-            self._all.clear()
 
     # Catching up
 
@@ -95,23 +98,53 @@ class Store:
         """Take in what is in these partitions before these offsets."""
         connection = self._connection()
         for partition, end in ends.items():
+            self._forget_if_stale(connection, stream, partition)
             if self._next(connection, stream, partition) < end:
-                with self._writing(connection):
-                    self._take_in(connection, stream, partition, end)
+                self._take_in(connection, stream, partition, end)
+
+    def _forget_if_stale(self, connection: apsw.Connection, stream: Stream, partition: int) -> None:
+        """Begin again where compaction may have removed deletions that were not seen here."""
+        row = connection.execute(_sql("seen"), (stream.id, partition)).fetchone()
+        if row is None or not stream.spec.table or int(row[0]) > _now_us() - STALE_US:
+            return
+        with self._writing(connection):
+            for name in ("forget_partition", "forget_all_marks", "forget_place"):
+                self._run(connection, name, stream.id, partition)
 
     def _take_in(
         self, connection: apsw.Connection, stream: Stream, partition: int, end: int
     ) -> None:
-        start = self._next(connection, stream, partition)  # another process may have been here
-        try:
-            for batch in self._read(stream, partition, start, end):
-                self._save(connection, stream, partition, batch)
-        except OffsetGoneError as gone:
-            self._run(connection, "save_place", stream.id, partition, gone.earliest, 0)
-            self._take_in(connection, stream, partition, end)
-            return
-        if start < end:
-            self._run(connection, "save_place", stream.id, partition, end, 0)
+        """Batch by batch, so that nobody waits long; another process may do the same."""
+        at = self._next(connection, stream, partition)
+        while at < end:
+            asked_us = _now_us()
+            for batch in self._good(stream, partition, at, end):
+                with self._writing(connection):
+                    if self._next(connection, stream, partition) != at:
+                        break
+                    self._save(connection, stream, partition, batch)
+                    at = batch.next_offset
+                    self._run(connection, "save_place", stream.id, partition, at, 0, asked_us)
+            else:
+                with self._writing(connection):
+                    if self._next(connection, stream, partition) == at:
+                        self._run(connection, "save_place", stream.id, partition, end, 0, asked_us)
+            at = self._next(connection, stream, partition)
+
+    def _good(self, stream: Stream, partition: int, start: int, end: int) -> Iterator[Batch]:
+        """What can be read: from where there is something, and for ids without what is damaged."""
+        while start < end:
+            try:
+                for batch in self._read(stream, partition, start, end):
+                    yield batch
+                    start = batch.next_offset
+                return
+            except OffsetGoneError as gone:
+                start = gone.earliest
+            except DamagedError as damage:
+                if stream.spec.table:
+                    raise
+                start = damage.last_offset + 1
 
     def _next(self, connection: apsw.Connection, stream: Stream, partition: int) -> int:
         row = connection.execute(_sql("place"), (stream.id, partition)).fetchone()
@@ -129,7 +162,7 @@ class Store:
     def _save_entries(
         self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
     ) -> None:
-        before_us = time.time_ns() // 1000 - KEPT_US
+        before_us = _now_us() - KEPT_US
         changes = (
             self._by_action(connection, stream, batch)
             if stream.spec.entries != "value"
@@ -146,12 +179,16 @@ class Store:
         )  # fmt: skip
         row = connection.execute(_sql("floor"), (stream.id, partition, before_us)).fetchone()
         floor = 0 if row is None or row[0] is None else int(row[0])
+        if batch.runs[-1].time_us < before_us:
+            floor = batch.next_offset  # what lay between was not kept
         if floor:
             connection.executemany(
                 _sql("forget_versions"), [(stream.id, one[1], partition, floor) for one in saved]
             )
             self._run(connection, "forget_marks", stream.id, partition, floor)
-        self._run(connection, "save_place", stream.id, partition, batch.next_offset, floor)
+        self._run(
+            connection, "save_place", stream.id, partition, batch.next_offset, floor, _now_us()
+        )
 
     @staticmethod
     def _by_value(
@@ -246,7 +283,10 @@ class Store:
 
     @contextlib.contextmanager
     def _writing(self, connection: apsw.Connection) -> Iterator[None]:
-        connection.execute("BEGIN IMMEDIATE")
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except apsw.BusyError as error:
+            raise LogBusyError(f"{self.path} is in use by other processes: try again") from error
         try:
             yield
         except BaseException:
@@ -283,3 +323,7 @@ def _rank(stream: Stream, key: bytes, partition: int) -> int:
         return 0
     crc = zlib.crc32(key)
     return max((i for i, count in enumerate(stream.grown) if crc % count == partition), default=0)
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

@@ -1,10 +1,11 @@
 -- name: schema
--- Up to where each partition was read, and before which offset older versions were let go.
+-- Up to where each partition was read and when, and before which offset older versions were let go.
 CREATE TABLE IF NOT EXISTS places (
   stream_id  INTEGER NOT NULL,
   partition  INTEGER NOT NULL,
   next       INTEGER NOT NULL,
   floor      INTEGER NOT NULL DEFAULT 0,
+  seen_us    INTEGER NOT NULL,
   PRIMARY KEY (stream_id, partition)
 ) STRICT, WITHOUT ROWID;
 -- When what was appended: which versions are old enough to be let go.
@@ -44,8 +45,21 @@ CREATE TABLE IF NOT EXISTS ids (
 SELECT next, floor FROM places WHERE stream_id = ? AND partition = ?;
 
 -- name: save_place
-INSERT INTO places (stream_id, partition, next, floor) VALUES (?, ?, ?, ?)
-ON CONFLICT DO UPDATE SET next = excluded.next, floor = max(floor, excluded.floor);
+INSERT INTO places (stream_id, partition, next, floor, seen_us) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET
+  next = excluded.next, floor = max(floor, excluded.floor), seen_us = excluded.seen_us;
+
+-- name: seen
+SELECT seen_us FROM places WHERE stream_id = ? AND partition = ?;
+
+-- name: forget_place
+DELETE FROM places WHERE stream_id = ? AND partition = ?;
+
+-- name: forget_all_marks
+DELETE FROM marks WHERE stream_id = ? AND partition = ?;
+
+-- name: forget_partition
+DELETE FROM versions WHERE stream_id = ? AND partition = ?;
 
 -- name: save_mark
 INSERT INTO marks (stream_id, partition, time_us, next) VALUES (?, ?, ?, ?)
@@ -112,6 +126,3 @@ WHERE v.stream_id = ?1 AND v.key > ?2 AND v.value IS NOT NULL
     ORDER BY w.rank DESC, w.offset DESC LIMIT 1
   )
 ORDER BY v.key LIMIT ?3;
-
--- name: forget_stream
-DELETE FROM places WHERE stream_id = ?;

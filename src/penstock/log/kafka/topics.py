@@ -38,7 +38,12 @@ def topic_settings(spec: StreamSpec) -> dict[str, str]:
 
 def own_topics(catalogue: str, options: KafkaOptions) -> dict[str, tuple[int, Mapping[str, str]]]:
     """The log's own topics, each with its number of partitions and settings."""
-    compacted = {"cleanup.policy": "compact", "max.message.bytes": str(MESSAGE_BYTES)}
+    compacted = {
+        "cleanup.policy": "compact",
+        "max.message.bytes": str(MESSAGE_BYTES),
+        # A process that has not looked for so long must still see what was deleted.
+        "delete.retention.ms": str(7 * 24 * 3600 * 1000),
+    }
     staged = {
         "cleanup.policy": "delete",
         "retention.ms": str(options.staged_retention_ms),

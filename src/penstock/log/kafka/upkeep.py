@@ -7,7 +7,7 @@ does it at once, and looks after what is Penstock's own.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from confluent_kafka import TopicPartition
@@ -38,10 +38,12 @@ class Housekeeper:
 
     def round(self, streams: Sequence[Stream]) -> Upkeep:
         expired = sum(self._expire(stream) for stream in streams)
+        # What is staged after this belongs to holders that the ledger may not have yet.
+        ends = self._cluster.ends(self._staged(), committed=True)
         producers = dict(self._ledger.producers())
         return Upkeep(
             batches_expired=expired,
-            pieces_swept=self._sweep(producers),
+            pieces_swept=self._sweep(producers, ends),
             producers_forgotten=self._forget(producers),
         )
 
@@ -72,16 +74,20 @@ class Housekeeper:
 
     # Staged events
 
-    def _sweep(self, producers: dict[str, ProducerState]) -> int:
+    def _staged(self) -> list[tuple[str, int]]:
+        return [(self._staging.topic, partition) for partition in range(PARTITIONS)]
+
+    def _sweep(
+        self, producers: dict[str, ProducerState], ends: Mapping[tuple[str, int], int]
+    ) -> int:
         """Remove what is staged up to the first piece that may still be committed."""
-        places = [(self._staging.topic, partition) for partition in range(PARTITIONS)]
+        places = self._staged()
         firsts = self._cluster.firsts(places)
-        ends = self._cluster.ends(places, committed=True)
         committed = {number for state in producers.values() for number in state.pieces}
         swept, due = 0, []
         for place in places:
             until = firsts[place]
-            if ends[place] == until:
+            if ends[place] <= until:
                 continue
             for message in self._staging.messages(place[1], until, ends[place]):
                 key, offset = message.key(), offset_of(message)

@@ -53,7 +53,7 @@ class View:
             if not wanted:
                 return
             # Where nothing is under way, the last record is the mark of a commit.
-            marked = {p for (_, p), end in ends.items() if settled[self._topic, p] == end}
+            marked = {p for (_, p), end in ends.items() if wait and settled[self._topic, p] == end}
             self._read(self._opened(list(wanted)), wanted, marked)
 
     def _opened(self, partitions: list[int]) -> Consumer:
@@ -72,7 +72,7 @@ class View:
         return self._consumer
 
     def _read(self, consumer: Consumer, wanted: dict[int, int], marked: set[int]) -> None:
-        patience_s = self._cluster.timeout_s + self._cluster.options.transaction_timeout_ms / 1000
+        patience_s = self._cluster.patience_s
         deadline = time.monotonic() + patience_s
         try:
             while wanted:

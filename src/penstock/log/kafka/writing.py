@@ -25,6 +25,7 @@ from penstock.errors import (
     FencedError,
     LogBusyError,
     LogError,
+    LogUnreachableError,
     PenstockError,
     PieceError,
     SequenceError,
@@ -106,22 +107,44 @@ class Writer:
         """What the ledger says of the producer that the session is of, and nobody can change."""
         if not session.is_open:
             session.open()
-            # Sessions that wrote for it are known before they write; whatever one of them left
-            # under way must be settled before the ledger can be read to its end.
-            known = self._ledger.producer(producer, wait=False) or ProducerState()
-            for stream in known.via:
+            try:
+                session.state = self._settled(session, producer)
+            except BaseException:
+                session.close()  # what it knows of its producer is not what the ledger says
+                raise
+        return session.state
+
+    def _settled(self, session: Session, producer: str) -> ProducerState:
+        """The producer's line, once nothing that writes for it is under way.
+
+        Sessions that wrote for it are named before they write. Whatever one of them left under
+        way must be settled before the ledger can be read to its end, which may name more.
+        """
+        session.opened_with = {}
+        known = self._ledger.producer(producer, wait=False) or ProducerState()
+        while True:
+            for stream in set(known.via) - set(session.opened_with):
                 with self._sessions.using(_ids_session(stream)) as ids:
                     ids.close()
                     ids.open()
-            session.state = self._ledger.producer(producer) or ProducerState()
-        return session.state
+                    session.opened_with[stream] = ids.openings
+            known = self._ledger.producer(producer) or ProducerState()
+            if set(known.via) <= set(session.opened_with):
+                return known
 
     def _save_state(self, session: Session, producer: str, state: ProducerState) -> None:
         line = producer_line(producer, state)
         deadline = time.monotonic() + self._cluster.timeout_s
-        session.transact(
-            lambda: session.send(self._ledger.topic, line.partition, line.key, line.value), deadline
-        )
+        try:
+            session.transact(
+                lambda: session.send(self._ledger.topic, line.partition, line.key, line.value),
+                deadline,
+            )
+        except NotCommittedError:
+            raise
+        except BaseException:
+            session.close()
+            raise
         session.state = state
 
     # Staging
@@ -152,7 +175,8 @@ class Writer:
         deadline = time.monotonic() + options.timeout_ms / 1000
         while True:
             try:
-                done = self._attempt(holder, sequence, commit, deadline)
+                with self._cluster.within(deadline):
+                    done = self._attempt(holder, sequence, commit, deadline)
                 self._uncertain.discard(name)
                 return done
             except TakenError:
@@ -164,9 +188,8 @@ class Writer:
                 failed = _cause(error)
             except NotCommittedError as error:
                 failed = _cause(error)
-            except (FencedError, SequenceError):
-                self._uncertain.discard(name)
-                raise
+            except (FencedError, SequenceError) as error:
+                return self._found_out(name, error)
             except CommitOutcomeUnknownError:
                 self._uncertain.add(name)
                 raise
@@ -175,6 +198,21 @@ class Writer:
             if not failed.retriable or time.monotonic() > deadline:
                 raise self._outcome(name, failed) from failed
             time.sleep(RETRY_PAUSE_S * random.uniform(0.5, 2))  # noqa: S311  so that two take turns
+
+    def _found_out(self, name: tuple[str, int], error: PenstockError) -> Committed:
+        """What became of a commit whose producer somebody else has by now; or raise why not."""
+        if name in self._uncertain:
+            try:
+                found = self._ledger.producer(name[0])
+            except PenstockError as failed:
+                raise self._outcome(name, failed) from error
+            if found is not None and found.committed and found.committed.sequence == name[1]:
+                self._uncertain.discard(name)
+                return msgspec.structs.replace(found.committed, repeated=True)
+            if found is not None and found.sequence is not None and found.sequence > name[1]:
+                raise self._outcome(name, error) from error
+        self._uncertain.discard(name)
+        raise error
 
     def _outcome(self, name: tuple[str, int], failed: PenstockError) -> PenstockError:
         """What to say of a commit that was given up."""
@@ -252,8 +290,11 @@ class Writer:
 
         try:
             return writer.transact(fill, deadline)
-        except (TakenError, UnknownError):
+        except NotCommittedError:
+            raise
+        except BaseException:
             session.close()  # it must be found out anew what became of it
+            writer.close()
             raise
 
     def _topic(self, stream: Stream) -> str:
@@ -322,9 +363,9 @@ class Writer:
             state = msgspec.structs.replace(session.state, via=via)
             self._save_state(session, holder.producer, state)
         with self._sessions.using(_ids_session(name)) as ids:
-            if not ids.is_open:
-                # Somebody else compared since; they may also have opened our producer.
-                ids.open()
+            if not ids.is_open or session.opened_with.get(name) != ids.openings:
+                # Somebody else compared since, here or elsewhere; they may also have opened our
+                # producer. Whoever opens that opens this one too.
                 session.close()
                 raise TakenError
             yield ids, self._without_held(stream, prepared)
@@ -332,9 +373,7 @@ class Writer:
 
     def _without_held(self, stream: Stream, prepared: Sequence[Prepared]) -> list[Prepared]:
         """Without the events whose ids the stream holds already."""
-        topic = self._topic(stream)
-        end = self._cluster.ends([(topic, 0)], committed=True)[topic, 0]
-        self._tables.store.catch_up(stream, {0: end})
+        self._tables.store.catch_up(stream, {0: self._all_of(self._topic(stream))})
         mine = [item for item in prepared if item.stream.id == stream.id]
         ids = [
             id_ for item in mine for chunk in item.chunks for id_ in ids_of(chunk.batch).to_pylist()
@@ -351,13 +390,27 @@ class Writer:
             made.append(_thinned(item, dropped) if dropped else item)
         return made
 
+    def _all_of(self, topic: str) -> int:
+        """The end of a partition, when all that was written to it can be read.
+
+        A commit ends before its marks are written; nobody else can write while we compare.
+        """
+        place = (topic, 0)
+        end = self._cluster.ends([place], committed=False)[place]
+        deadline = time.monotonic() + self._cluster.patience_s
+        while self._cluster.ends([place], committed=True)[place] < end:
+            if time.monotonic() > deadline:
+                raise LogUnreachableError(f"{topic} could not be read to its end in time")
+            time.sleep(0.002)
+        return end
+
     # Being seen
 
     def _until_visible(self, placements: Sequence[Placement]) -> None:
         """Wait until what was committed can be read; only for so long, for it is safe anyway."""
         last: dict[tuple[str, int], int] = {}
         for placement in placements:
-            with contextlib.suppress(UsageError):  # dropped in the meantime
+            with contextlib.suppress(PenstockError):  # dropped in the meantime, or out of reach
                 topic = self._topic(self._catalogue.stream(placement.stream))
                 for partition, first, rows in placement.ranges:
                     last[topic, partition] = max(last.get((topic, partition), 0), first + rows - 1)

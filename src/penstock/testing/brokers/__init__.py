@@ -45,15 +45,20 @@ def jars() -> Path:
 
     Raises `BrokersError` that says why they cannot be had.
     """
+    return fetched(POM, "brokers")
+
+
+def fetched(pom: Path, name: str) -> Path:
+    """The folder with the jars that a `pom.xml` names, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-    folder = cache / f"brokers-{xxhash.xxh3_64_hexdigest(POM.read_bytes())}"
+    folder = cache / f"{name}-{xxhash.xxh3_64_hexdigest(pom.read_bytes())}"
     if folder.is_dir():
         return folder
     if shutil.which("mvn") is None:
         raise BrokersError("Kafka's jars cannot be fetched: there is no Maven (mvn) here")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as work:
-        shutil.copy(POM, work)
+        shutil.copy(pom, work)
         command = ["mvn", "-B", "-q", "dependency:copy-dependencies", "-DoutputDirectory=libs"]
         try:
             done = subprocess.run(
