@@ -251,7 +251,7 @@ class Cluster:
                 f"{self.address.servers} does not let this client in ({doing}): "
                 f"{self._last_error or said}; see the options security.protocol, sasl.* and ssl.*"
             )
-        if code in _UNREACHABLE:
+        if code in (_UNREACHABLE | MOMENTARY):
             detail = f": {self._last_error}" if self._last_error else ""
             return LogUnreachableError(
                 f"Kafka at {self.address.servers} did not answer in time ({doing}): {said}{detail}"

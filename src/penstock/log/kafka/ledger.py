@@ -22,14 +22,15 @@ _PRODUCER, _PROGRESS = "producer/", "progress/"
 class ProducerState(msgspec.Struct, frozen=True, kw_only=True):
     """Where a producer is: who holds it, and its latest commit.
 
-    `pieces` are what that commit took from what was staged; `via` the streams whose ids it has
-    compared: their sessions wrote for it.
+    `committed_epoch` says by which holder; `pieces` are what that commit took from what was
+    staged; `via` the streams whose ids it has compared: their sessions wrote for it.
     """
 
     epoch: int = 0
     committed: Committed | None = None
     ephemeral: bool = False
     time_us: int = 0
+    committed_epoch: int = 0
     pieces: tuple[int, ...] = ()
     via: tuple[str, ...] = ()
 

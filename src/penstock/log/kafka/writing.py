@@ -185,11 +185,12 @@ class Writer:
                 )
             except UnknownError as error:
                 self._uncertain.add(name)
-                failed = _cause(error)
+                # Whatever it was: opening the producer again tells what became of it.
+                failed = LogUnreachableError(str(_cause(error)))
             except NotCommittedError as error:
                 failed = _cause(error)
             except (FencedError, SequenceError) as error:
-                return self._found_out(name, error)
+                return self._found_out(holder, sequence, error)
             except CommitOutcomeUnknownError:
                 self._uncertain.add(name)
                 raise
@@ -199,17 +200,21 @@ class Writer:
                 raise self._outcome(name, failed) from failed
             time.sleep(RETRY_PAUSE_S * random.uniform(0.5, 2))  # noqa: S311  so that two take turns
 
-    def _found_out(self, name: tuple[str, int], error: PenstockError) -> Committed:
+    def _found_out(self, holder: Holder, sequence: int, error: PenstockError) -> Committed:
         """What became of a commit whose producer somebody else has by now; or raise why not."""
+        name = (holder.producer, sequence)
         if name in self._uncertain:
             try:
-                found = self._ledger.producer(name[0])
+                found = self._ledger.producer(holder.producer) or ProducerState()
             except PenstockError as failed:
                 raise self._outcome(name, failed) from error
-            if found is not None and found.committed and found.committed.sequence == name[1]:
-                self._uncertain.discard(name)
-                return msgspec.structs.replace(found.committed, repeated=True)
-            if found is not None and found.sequence is not None and found.sequence > name[1]:
+            last = found.committed
+            if last is not None and last.sequence == sequence:
+                # Under the same name by another holder: then it was free, and ours did not happen.
+                if found.committed_epoch == holder.epoch:
+                    self._uncertain.discard(name)
+                    return msgspec.structs.replace(last, repeated=True)
+            elif last is not None and last.sequence > sequence:
                 raise self._outcome(name, error) from error
         self._uncertain.discard(name)
         raise error
@@ -278,8 +283,9 @@ class Writer:
             )
             pieces = tuple(number for piece in commit.pieces for number in piece.batches)
             state = msgspec.structs.replace(
-                session.state, committed=committed, pieces=pieces, time_us=_now_us()
-            )
+                session.state, committed=committed, committed_epoch=holder.epoch, pieces=pieces,
+                time_us=_now_us(),
+            )  # fmt: skip
             lines = [progress_line(key, value) for key, value in commit.progress.items()]
             for line in [*lines, producer_line(holder.producer, state)]:
                 writer.send(self._ledger.topic, line.partition, line.key, line.value)
