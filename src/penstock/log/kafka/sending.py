@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, KafkaError, TopicPartition
 
 from penstock.errors import LogError
 from penstock.log.api import Limits, Placement
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.messages import Encoded, encode, offset_of
-from penstock.log.kafka.session import Session
+from penstock.log.kafka.session import NotCommittedError, Session
 from penstock.log.objects import Stream
 from penstock.log.partitioning import chunks, split_part
 from penstock.records.event import ids_of
@@ -95,7 +95,7 @@ class Sent:
     def placement(self, cluster: Cluster) -> Placement:
         """Where the events are; to be asked when all have arrived, or have not."""
         if self._error is not None:
-            raise KafkaException(self._error)
+            raise NotCommittedError from cluster.translated(self._error, "writing")
         ranges: list[tuple[int, int, int]] = []
         for chunk, reported in zip(self._prepared.chunks, self._reported, strict=True):
             for first, rows in self._stretches(cluster, chunk, reported):
