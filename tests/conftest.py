@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -52,3 +53,12 @@ def broker(kafka_jars: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One broker for all tests that need no more."""
     with Brokers(1, tmp_path_factory.mktemp("kafka")) as brokers:
         yield brokers
+
+
+@pytest.fixture
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a new log on the engine that the test is parametrised with."""
+    if request.param == "embedded":
+        return str(tmp_path / "log.db")
+    broker: Brokers = request.getfixturevalue("broker")
+    return f"{broker.url}/t{secrets.token_hex(4)}"

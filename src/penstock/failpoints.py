@@ -7,12 +7,14 @@ Production code calls `failpoint(name)`; nothing happens unless the name was arm
 
 `kill` is SIGKILL to this very process, `raise` raises `FailpointError`, `stop` is
 SIGSTOP (a zombie that a test resumes). `@3` means: only the third time it is reached.
+A process that is about to be killed or stopped makes the file `PENSTOCK_FAILPOINT_REACHED`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Literal, cast
 
 Action = Literal["raise", "kill", "stop"]
@@ -42,6 +44,7 @@ NAMES: tuple[str, ...] = (
     "sweep.deleted",
 )
 ENVIRONMENT = "PENSTOCK_FAILPOINTS"
+REACHED = "PENSTOCK_FAILPOINT_REACHED"
 
 _armed: dict[str, tuple[Action, int]] | None = None
 _reached: dict[str, int] = {}
@@ -92,8 +95,6 @@ def _reach(name: str, action: Action, at: int) -> None:
         return
     if action == "raise":
         raise FailpointError(f"failpoint {name}")
-    _signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
-
-
-def _signal(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
+    if REACHED in os.environ:
+        Path(os.environ[REACHED]).touch()
+    os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)

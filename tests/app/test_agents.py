@@ -26,6 +26,13 @@ from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Note, Order, Shop, some_orders
 
 
+def on_both(row: str) -> pytest.MarkDecorator:
+    """A test on either engine: it takes the URL of a log as `log`."""
+    engines = ("embedded", "kafka")
+    marked = [pytest.param(e, marks=pytest.mark.row(row, engine=e), id=e) for e in engines]
+    return pytest.mark.parametrize("log", marked, indirect=True)
+
+
 @pytest.mark.row("F1", engine="embedded")
 @pytest.mark.row("X7")
 def test_an_agent_sends_and_keeps_state(tmp_path: Path) -> None:
@@ -66,8 +73,8 @@ def test_input_output_and_table_move_in_one_commit(tmp_path: Path) -> None:
         assert sorted(commits.values()) == sorted(of_table.values())
 
 
-@pytest.mark.row("F11", engine="embedded")
-def test_the_changelog_of_a_set_tells_actions(tmp_path: Path) -> None:
+@on_both("F11")
+def test_the_changelog_of_a_set_tells_actions(log: str, tmp_path: Path) -> None:
     app = App("chat")
 
     class Join(Record):
@@ -85,7 +92,7 @@ def test_the_changelog_of_a_set_tells_actions(tmp_path: Path) -> None:
         else:
             members.value.add(join.account)
 
-    with AppTest(app, tmp_path) as run:
+    with AppTest(app, tmp_path, log=log) as run:
         run.send(joins, Join("tea", "ada"))
         run.until_idle()
         run.send(joins, Join("tea", "bob"))
@@ -123,10 +130,10 @@ def test_order_of_a_key_and_ids_that_stay_the_same(tmp_path: Path) -> None:
         assert all(event.source == "shop.copy" for event in found)
 
 
-@pytest.mark.row("F10", engine="embedded")
-def test_where_an_agent_is_can_be_asked(tmp_path: Path) -> None:
+@on_both("F10")
+def test_where_an_agent_is_can_be_asked(log: str, tmp_path: Path) -> None:
     shop = Shop(partitions=3)
-    with AppTest(shop.app, tmp_path) as run:
+    with AppTest(shop.app, tmp_path, log=log) as run:
         run.send(shop.orders, *some_orders(50))
         run.until_idle()
         rows = [row for row in agent_rows(run.log) if row.agent == "first_seen"]
@@ -137,8 +144,8 @@ def test_where_an_agent_is_can_be_asked(tmp_path: Path) -> None:
         assert any(":" in row.worker for row in rows)
 
 
-@pytest.mark.row("F10", engine="embedded")
-def test_a_key_is_handled_once_though_its_stream_grew(tmp_path: Path) -> None:
+@on_both("F10")
+def test_a_key_is_handled_once_though_its_stream_grew(log: str, tmp_path: Path) -> None:
     """After growth a key's events are in two partitions; still one task has its entry."""
     app = App("shop")
     orders = app.stream("orders", Order, key="user")
@@ -148,7 +155,7 @@ def test_a_key_is_handled_once_though_its_stream_grew(tmp_path: Path) -> None:
     def count(order: Order, count: Entry[int]) -> None:
         count.value += 1
 
-    with AppTest(app, tmp_path) as run:
+    with AppTest(app, tmp_path, log=log) as run:
         run.until_idle()
         run.runner.stop()
         run.send(orders, *some_orders(70))

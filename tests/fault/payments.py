@@ -11,12 +11,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from penstock import Log, Producer, ReadOptions, Table, read_batches
-from penstock.failpoints import NAMES
+from penstock.failpoints import ENVIRONMENT, NAMES, REACHED
 from penstock.log.collections import Action, replay
 from penstock.testing.processes import VICTIMS, RunnerProcess, wait_until
 from tests.fault.pipeline import Payment
@@ -39,7 +39,11 @@ class Load(threading.Thread):
         self.sent: list[Payment] = []
         self._stopped = threading.Event()
 
-    def stop(self) -> None:
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Send no more; everything sent has arrived then."""
         self._stopped.set()
         self.join(120)
@@ -162,29 +166,27 @@ def random_kills(
 ) -> None:
     """Kill the runner, Spark's JVM, or a worker; or have a nuisance, where there is one."""
     chance = random.Random(seed)
-    load = Load(log, seed)
-    load.start()
     output = folder / "output.txt"
     kills = 0
-    while kills < rounds:
-        given = [*arguments(chance), *common(folder, options)]
-        with RunnerProcess(APP, log.url, arguments=given, output=output) as runner:
-            wait_until(moved(log, runner), 180, "a batch")
-            while kills < rounds and runner.is_running():
-                runner.wait(chance.random() * 2)
-                if nuisance is not None and chance.random() < 0.5:
-                    nuisance()
-                    kills += 1
-                    print(f"kill {kills}: a nuisance")
-                    continue
-                victim = chance.choice(VICTIMS)
-                if runner.kill(victim, chance):
-                    kills += 1
-                    print(f"kill {kills}: {victim}")
-                if victim != "worker":
-                    assert runner.wait(60) is not None, "it must not outlive Spark"
-                    break
-    load.stop()
+    with Load(log, seed) as load:
+        while kills < rounds:
+            given = [*arguments(chance), *common(folder, options)]
+            with RunnerProcess(APP, log.url, arguments=given, output=output) as runner:
+                wait_until(moved(log, runner), 180, "a batch")
+                while kills < rounds and runner.is_running():
+                    runner.wait(chance.random() * 2)
+                    if nuisance is not None and chance.random() < 0.5:
+                        nuisance()
+                        kills += 1
+                        print(f"kill {kills}: a nuisance")
+                        continue
+                    victim = chance.choice(VICTIMS)
+                    if runner.kill(victim, chance):
+                        kills += 1
+                        print(f"kill {kills}: {victim}")
+                    if victim != "worker":
+                        assert runner.wait(60) is not None, "it must not outlive Spark"
+                        break
     finish(log, folder, options)
     judge(log, load.sent)
 
@@ -199,20 +201,18 @@ def kills_at(
     and most kills must hit a batch.
     """
     chance = random.Random(seed)
-    load = Load(log, 1)
-    load.start()
-    output = folder / "output.txt"
-    died = 0
-    for step in steps:
-        at = chance.choice(commits) if step.startswith("commit.") else chance.randrange(1, 6)
-        with RunnerProcess(
-            APP, log.url, arguments=[*arguments(chance), *common(folder, options)], output=output,
-            environment={"PENSTOCK_FAILPOINTS": f"{step}=kill@{at}"},
-        ) as runner:  # fmt: skip
-            # Workers die and are replaced until the query is given up; the runner dies at once.
-            died += runner.wait(20) is not None
-        print(f"{step} at {at}: {died} runners have died")
-    assert died >= len(steps) // 3, "the kills do not hit the runner's commits"
-    load.stop()
+    with Load(log, 1) as load:
+        for step in steps:
+            at = chance.choice(commits) if step.startswith("commit.") else chance.randrange(1, 6)
+            print(f"{step} at {at}")
+            reached = folder / step
+            with RunnerProcess(
+                APP, log.url, output=folder / "output.txt",
+                arguments=[*arguments(chance), *common(folder, options)],
+                environment={ENVIRONMENT: f"{step}=kill@{at}", REACHED: str(reached)},
+            ) as runner:  # fmt: skip
+                wait_until(reached.exists, 120, step)
+                # A runner is dead now; a worker is replaced, and does its work again.
+                runner.wait(chance.random() * 3)
     finish(log, folder, options)
     judge(log, load.sent)

@@ -40,4 +40,4 @@ def test_many_random_kills(log: Log, tmp_path: Path, request: pytest.FixtureRequ
 @pytest.mark.row("F1", engine="embedded")
 @pytest.mark.timeout(1200)
 def test_a_kill_at_every_step(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    kills_at(log, tmp_path, STEPS, seed_of(request), range(15, 50))
+    kills_at(log, tmp_path, STEPS, seed_of(request), range(5, 25))

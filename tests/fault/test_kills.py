@@ -69,12 +69,11 @@ def test_one_of_two_processes_is_killed(runner: Runner) -> None:
     runner.judge()
 
 
-@pytest.mark.row("H1", engine="embedded")
-def test_a_zombie_is_fenced(runner: Runner) -> None:
+def fence_a_zombie(runner: Runner, failpoint: str) -> None:
     """A producer is stopped in the middle of a commit, replaced, and resumed."""
-    zombie = runner.start(commits=30, failpoint="commit.prepared=stop@9")
+    zombie = runner.start(commits=30, failpoint=failpoint)
     wait_until_stopped(zombie.pid)
-    with open_log(runner.path, upkeep_interval_ms=0) as log:
+    with open_log(runner.url, upkeep_interval_ms=0) as log:
         holder = log.hold("even")
         last = log.last_commit("even")
         assert last is not None
@@ -87,6 +86,11 @@ def test_a_zombie_is_fenced(runner: Runner) -> None:
         assert now is not None
         assert now.sequence == last.sequence + 1
     runner.judge()
+
+
+@pytest.mark.row("H1", engine="embedded")
+def test_a_zombie_is_fenced(runner: Runner) -> None:
+    fence_a_zombie(runner, "commit.prepared=stop@9")
 
 
 SLOW_COMMIT = """

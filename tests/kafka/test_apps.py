@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from penstock import (
     App,
     CreateStream,
     Entry,
-    GrowStream,
     Log,
     Producer,
     Record,
@@ -23,46 +21,11 @@ from penstock import (
     read_events,
 )
 from penstock import open as open_log
-from penstock.app.reports import agent_rows
 from penstock.errors import QueryFailedError
 from penstock.testing.apps import AppTest
 from penstock.testing.brokers import Brokers
 from tests.app.shop import Order, Shop, some_orders
 from tests.kafka.test_interop import Client
-
-
-@pytest.mark.row("F10", engine="kafka")
-def test_where_an_agent_is_can_be_asked(url: str, tmp_path: Path) -> None:
-    shop = Shop(partitions=3)
-    with AppTest(shop.app, tmp_path, log=url) as run:
-        run.send(shop.orders, *some_orders(50))
-        run.until_idle()
-        rows = [row for row in agent_rows(run.log) if row.agent == "first_seen"]
-        assert [row.partition for row in rows] == [0, 1, 2]
-        ends = {p: offsets.next for p, offsets in run.log.offsets("orders").items()}
-        assert {row.partition: row.offset for row in rows} == ends
-        assert all(row.lag == 0 for row in rows)
-
-
-@pytest.mark.row("F10", engine="kafka")
-def test_a_key_is_handled_once_though_its_stream_grew(url: str, tmp_path: Path) -> None:
-    app = App("shop")
-    orders = app.stream("orders", Order, key="user")
-    counts = app.table("counts", value=int, default=0)
-
-    @app.agent(orders, state=counts)
-    def count(order: Order, count: Entry[int]) -> None:
-        count.value += 1
-
-    with AppTest(app, tmp_path, log=url) as run:
-        run.until_idle()
-        run.runner.stop()
-        run.send(orders, *some_orders(70))
-        run.log.apply([GrowStream("orders", 4)])
-        run.send(orders, *some_orders(70))
-        run.restart()
-        run.until_idle()
-        assert run.table(counts) == {f"u{n}": 20 for n in range(7)}
 
 
 class Join(Record):
@@ -168,13 +131,3 @@ def test_spark_leaves_bad_messages_out_if_told(
         reader.load("orders").count()
     rows = reader.option("on_damage", "skip").load("orders").collect()
     assert [row.amount for row in rows] == [1, 2, 3]
-
-
-def test_an_event_is_derived_soon(url: str, tmp_path: Path) -> None:
-    """Not how soon: only that it needs no other event, and no polling of a second."""
-    shop = Shop()
-    with AppTest(shop.app, tmp_path, log=url) as run:
-        run.send(shop.orders, *some_orders(1))
-        deadline = time.monotonic() + 60
-        while not run.events(shop.alerts):
-            assert time.monotonic() < deadline

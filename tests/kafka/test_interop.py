@@ -14,6 +14,7 @@ import pytest
 
 from penstock import (
     CreateStream,
+    DropStream,
     Log,
     Producer,
     ReadOptions,
@@ -22,6 +23,7 @@ from penstock import (
     declare,
     read_events,
 )
+from penstock.cli.main import main
 from penstock.errors import DamagedError, ObjectExistsError, UnknownObjectError, UsageError
 from penstock.log.kafka.log import KafkaLog
 from penstock.records.cloudevents import from_binary
@@ -61,6 +63,11 @@ class Client:
         ]
         command = [*self._command, "-P", *given, *(["-K", "|"] if keys else [])]
         subprocess.run(command, input="\n".join(lines), text=True, timeout=60, check=True)
+
+    def delete(self, key: str) -> None:
+        """Write a message without a value."""
+        command = [*self._command, "-P", "-K", "|", "-Z"]
+        subprocess.run(command, input=f"{key}|", text=True, timeout=60, check=True)
 
     def read(self) -> list[dict[str, object]]:
         """Messages as kcat tells them in JSON."""
@@ -122,8 +129,9 @@ def test_we_read_what_another_client_writes(
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_topic_of_somebody_else_is_adopted(
-    kafka: Log, broker: Brokers, kcat: str, prefix: str, typed: bool
-) -> None:
+    kafka: Log, broker: Brokers, kcat: str, prefix: str, typed: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     from confluent_kafka.admin import AdminClient, NewTopic
 
     topic = f"{prefix}.default.theirs"
@@ -137,7 +145,6 @@ def test_a_topic_of_somebody_else_is_adopted(
         user: str
         amount: int
 
-    spec = declare("theirs", Small if typed else None, key="user")
     with pytest.raises(ObjectExistsError, match="holds messages"):
         kafka.apply([CreateStream(declare("theirs", Small, partitions=3))])
     with pytest.raises(ObjectExistsError, match="with 3 partitions instead of 2"):
@@ -147,7 +154,9 @@ def test_a_topic_of_somebody_else_is_adopted(
         kafka.adopt(declare("theirs", Small, partitions=2))
     with pytest.raises(UnknownObjectError, match="no topic"):
         kafka.adopt(declare("nobodys"))
-    kafka.adopt(spec)
+    fields = ["-f", "user=str", "-f", "amount=int"] if typed else []
+    assert main(["stream", "adopt", "theirs", "--key", "user", "--log", kafka.url, *fields]) == 0
+    assert capsys.readouterr().out == "adopted stream theirs with 3 partitions\n"
     assert kafka.stream("theirs").partitions == 3
     assert len(list(read_events(kafka, "theirs"))) == 30
     with Producer(kafka) as producer:
@@ -157,6 +166,10 @@ def test_a_topic_of_somebody_else_is_adopted(
     amounts = sorted(data["amount"] for data in found)
     assert amounts == [*range(30), 99, 100]
     assert len(client.read()) == 32
+    kafka.apply([DropStream("theirs")])
+    with pytest.raises(UnknownObjectError):
+        kafka.stream("theirs")
+    assert len(client.read()) == 32, "a topic of somebody else is let go of, not removed"
 
 
 @pytest.mark.parametrize("bad", ["no json", '{"user": 1}', "[]", '{"user": "a"}', "{}"])
@@ -189,6 +202,5 @@ def test_a_table_takes_deletions_of_another_client(
         for name in ("ada", "bob"):
             producer.send("people", Order(name, 1, Decimal(1), AT))
     client = Client(kcat, broker, f"{prefix}.default.people")
-    command = [*client._command, "-P", "-K", "|", "-Z"]
-    subprocess.run(command, input="ada|", text=True, timeout=60, check=True)
+    client.delete("ada")
     assert [key for key, _ in Table(kafka, "people", Order).items()] == [b"bob"]

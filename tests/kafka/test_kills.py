@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 
 import pytest
 
-from penstock.log import open_log
-from penstock.log.api import Commit
 from tests.fault.runner import Runner
-from tests.fault.test_kills import kill_after_words, wait_until_stopped
+from tests.fault.test_kills import fence_a_zombie, kill_after_words
 
 COMMITS = 16
 #: where a commit, a staging or a change of objects can be cut off on Kafka
@@ -64,19 +61,4 @@ def test_two_processes_write_to_streams_that_compare_ids(runner: Runner) -> None
 @pytest.mark.row("H1", engine="kafka")
 @pytest.mark.parametrize("step", ["commit.prepared", "commit.blobs", "commit.producer"])
 def test_a_zombie_is_fenced(runner: Runner, step: str) -> None:
-    """A producer is stopped in the middle of a commit, replaced, and resumed."""
-    zombie = runner.start(commits=30, failpoint=f"{step}=stop@6")
-    wait_until_stopped(zombie.pid)
-    with open_log(runner.url, upkeep_interval_ms=0) as log:
-        holder = log.hold("even")
-        last = log.last_commit("even")
-        assert last is not None
-        progress: dict[str, bytes | None] = {"work/even": str(last.sequence + 1).encode()}
-        log.commit(holder, last.sequence + 1, Commit(progress=progress))
-        os.kill(zombie.pid, signal.SIGCONT)
-        assert runner.finish(zombie) == 1
-        assert any("FencedError" in told for told in runner.said().raised)
-        now = log.last_commit("even")
-        assert now is not None
-        assert now.sequence == last.sequence + 1
-    runner.judge()
+    fence_a_zombie(runner, f"{step}=stop@6")

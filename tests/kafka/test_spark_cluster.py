@@ -29,13 +29,14 @@ def test_a_worker_is_killed_under_load(
 ) -> None:
     """The app's module is not installed anywhere: workers have it only from the runner."""
     make_streams(kafka, plan(app))
-    load = Load(kafka, 1)
-    load.start()
     options = [f"cache={tmp_path / 'tables'}"]
     where = ["--master", spark_cluster.url, "--conf", "spark.driver.host=127.0.0.1"]
     output = tmp_path / "output.txt"
     given = [*where, *common(tmp_path, options)]
-    with RunnerProcess(APP, kafka.url, arguments=given, output=output, quick=False) as runner:
+    with (
+        Load(kafka, 1) as load,
+        RunnerProcess(APP, kafka.url, arguments=given, output=output, quick=False) as runner,
+    ):
         wait_until(moved(kafka, runner), 180, "a batch")
         assert runner.is_running(), output.read_text()[-3000:]
         spark_cluster.kill_worker(0)
@@ -43,6 +44,5 @@ def test_a_worker_is_killed_under_load(
         spark_cluster.start_worker(0)
         wait_until(moved(kafka, runner), 180, "a batch with another worker")
         assert runner.is_running(), output.read_text()[-3000:]
-        load.stop()
     finish(kafka, tmp_path, options, where)
     judge(kafka, load.sent)

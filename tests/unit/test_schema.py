@@ -142,6 +142,10 @@ class _HasListKeys(Record):
     x: dict[Address, int]
 
 
+class _HasBoolKeys(Record):
+    value: dict[bool, int]
+
+
 class _Hidden(Record):
     _x: int
 
@@ -160,7 +164,18 @@ class _Self(Record):
 
 @pytest.mark.parametrize(
     "record",
-    [_HasTuple, _HasUnion, _HasAny, _HasMixed, _HasListKeys, _Hidden, _Empty, _Short, _Self],
+    [
+        _HasTuple,
+        _HasUnion,
+        _HasAny,
+        _HasMixed,
+        _HasListKeys,
+        _HasBoolKeys,
+        _Hidden,
+        _Empty,
+        _Short,
+        _Self,
+    ],
 )
 def test_what_cannot_be_stored_is_refused_when_declared(record: type[Record]) -> None:
     with pytest.raises(RecordError, match=record.__name__):

@@ -6,12 +6,23 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from penstock.cli.objects import schema_from, streams
+from penstock.cli.objects import (
+    BytesOption,
+    FieldsOption,
+    KeyOption,
+    NewStreamArgument,
+    RecordOption,
+    TableOption,
+    TimeOption,
+    count,
+    streams,
+    what_it_holds,
+)
 from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_named
 from penstock.cli.output import note, say, say_json, table
 from penstock.errors import UsageError
 from penstock.log.api import Log
-from penstock.log.objects import Content, StreamSpec
+from penstock.log.objects import StreamSpec
 
 if TYPE_CHECKING:
     from penstock.log.kafka.log import KafkaLog
@@ -77,18 +88,13 @@ def cluster(
 )
 def adopt_stream(  # noqa: PLR0913  one parameter per option
     context: typer.Context,
-    stream: Annotated[str, typer.Argument(metavar="STREAM", help="NAME, or NAMESPACE.NAME.")],
-    record: Annotated[
-        str | None, typer.Option(metavar="MODULE:CLASS", help="A penstock.Record class.")
-    ] = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option("--field", "-f", metavar="NAME=TYPE", help="A field, typed as in Python."),
-    ] = None,
-    bytes_: Annotated[bool, typer.Option("--bytes", help="Hold bytes instead of JSON.")] = False,
-    key: Annotated[str | None, typer.Option(help="The field that is the key.")] = None,
-    time: Annotated[str | None, typer.Option(help="The field that is the event's time.")] = None,
-    table_: Annotated[bool, typer.Option("--table", help="Keep the latest value per key.")] = False,
+    stream: NewStreamArgument,
+    record: RecordOption = None,
+    field: FieldsOption = None,
+    bytes_: BytesOption = False,
+    key: KeyOption = None,
+    time: TimeOption = None,
+    table_: TableOption = False,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
@@ -97,10 +103,7 @@ def adopt_stream(  # noqa: PLR0913  one parameter per option
 
     Its messages stay what they are, and others may go on writing to it.
     """
-    schema = schema_from(stream, record, field)
-    if schema and bytes_:
-        raise UsageError("a stream holds records or bytes: leave out --bytes, or the record")
-    content: Content = "record" if schema else "bytes" if bytes_ else "json"
+    schema, content = what_it_holds(stream, record, field, bytes_)
     spec = StreamSpec(name=stream, record=schema, content=content, key=key, time=time, table=table_)
     with open_named(context, log, log_option, create=True) as opened:
         _on_kafka(opened).adopt(spec)
@@ -108,7 +111,7 @@ def adopt_stream(  # noqa: PLR0913  one parameter per option
     if json:
         say_json({"adopted": str(made.name), "partitions": made.partitions})
     else:
-        say(f"adopted stream {made.name} with {made.partitions} partition(s)")
+        say(f"adopted stream {made.name} with {count(made.partitions, 'partition')}")
 
 
 def _on_kafka(log: Log) -> KafkaLog:

@@ -30,6 +30,7 @@ from penstock.log.api import Log
 from penstock.log.catalogue import Step, import_record, load, make_plan
 from penstock.log.names import SYSTEM, parse_stream
 from penstock.log.objects import (
+    Content,
     CreateNamespace,
     CreateStream,
     DropNamespace,
@@ -40,6 +41,21 @@ from penstock.log.objects import (
 )
 from penstock.log.quantities import parse_bytes, parse_duration_ms
 from penstock.records.schema import Field, Schema, check_field_name, parse_type, schema_of
+
+NewStreamArgument = Annotated[
+    str, typer.Argument(metavar="STREAM", help="NAME, or NAMESPACE.NAME.")
+]
+RecordOption = Annotated[
+    str | None, typer.Option(metavar="MODULE:CLASS", help="A penstock.Record class.")
+]
+FieldsOption = Annotated[
+    list[str] | None,
+    typer.Option("--field", "-f", metavar="NAME=TYPE", help="A field, typed as in Python."),
+]
+BytesOption = Annotated[bool, typer.Option("--bytes", help="Hold bytes instead of JSON.")]
+KeyOption = Annotated[str | None, typer.Option(help="The field that is the key.")]
+TimeOption = Annotated[str | None, typer.Option(help="The field that is the event's time.")]
+TableOption = Annotated[bool, typer.Option("--table", help="Keep the latest value per key.")]
 
 streams = typer.Typer(no_args_is_help=True, help="List, create, describe, grow and drop streams.")
 
@@ -101,17 +117,12 @@ def _cell(value: object) -> object:
 )
 def create_stream(  # noqa: PLR0913  one parameter per option
     context: typer.Context,
-    stream: Annotated[str, typer.Argument(metavar="STREAM", help="NAME, or NAMESPACE.NAME.")],
-    record: Annotated[
-        str | None, typer.Option(metavar="MODULE:CLASS", help="A penstock.Record class.")
-    ] = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option("--field", "-f", metavar="NAME=TYPE", help="A field, typed as in Python."),
-    ] = None,
-    bytes_: Annotated[bool, typer.Option("--bytes", help="Hold bytes instead of JSON.")] = False,
-    key: Annotated[str | None, typer.Option(help="The field that is the key.")] = None,
-    time: Annotated[str | None, typer.Option(help="The field that is the event's time.")] = None,
+    stream: NewStreamArgument,
+    record: RecordOption = None,
+    field: FieldsOption = None,
+    bytes_: BytesOption = False,
+    key: KeyOption = None,
+    time: TimeOption = None,
     partitions: Annotated[int | None, typer.Option(help="How many; they only ever grow.")] = None,
     replication: Annotated[
         int | None, typer.Option(help="On how many brokers; means something on Kafka only.")
@@ -128,7 +139,7 @@ def create_stream(  # noqa: PLR0913  one parameter per option
     acks: Annotated[
         Literal["write", "majority", "all"], typer.Option(help="What a commit waits for.")
     ] = "majority",
-    table_: Annotated[bool, typer.Option("--table", help="Keep the latest value per key.")] = False,
+    table_: TableOption = False,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
@@ -137,13 +148,11 @@ def create_stream(  # noqa: PLR0913  one parameter per option
 
     Without a record or fields it holds JSON.
     """
-    schema = schema_from(stream, record, field)
-    if schema and bytes_:
-        raise UsageError("a stream holds records or bytes: leave out --bytes, or the record")
+    schema, content = what_it_holds(stream, record, field, bytes_)
     spec = StreamSpec(
         name=stream,
         record=schema,
-        content="record" if schema else "bytes" if bytes_ else "json",
+        content=content,
         key=key,
         time=time,
         partitions=partitions,
@@ -164,11 +173,20 @@ def create_stream(  # noqa: PLR0913  one parameter per option
     if json:
         say_json({"created": str(made.name), "partitions": made.partitions})
     else:
-        say(f"created stream {made.name} with {_count(made.partitions, 'partition')}")
+        say(f"created stream {made.name} with {count(made.partitions, 'partition')}")
 
 
-def schema_from(stream: str, record: str | None, fields: list[str] | None) -> Schema | None:
-    """The record that options of a command declare, if they do."""
+def what_it_holds(
+    stream: str, record: str | None, fields: list[str] | None, is_bytes: bool
+) -> tuple[Schema | None, Content]:
+    """What the options of a command declare a stream to hold."""
+    schema = _schema(stream, record, fields)
+    if schema and is_bytes:
+        raise UsageError("a stream holds records or bytes: leave out --bytes, or the record")
+    return schema, "record" if schema else "bytes" if is_bytes else "json"
+
+
+def _schema(stream: str, record: str | None, fields: list[str] | None) -> Schema | None:
     if record and fields:
         raise UsageError("give --record or --field, not both")
     if record:
@@ -186,7 +204,8 @@ def schema_from(stream: str, record: str | None, fields: list[str] | None) -> Sc
     return Schema(name, tuple(made))
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """A number of things, in words."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -260,7 +279,7 @@ def grow_stream(
     if json:
         say_json({"grown": stream, "from": before, "to": partitions})
     else:
-        say(f"stream {stream} grew from {before} to {_count(partitions, 'partition')}")
+        say(f"stream {stream} grew from {before} to {count(partitions, 'partition')}")
 
 
 @streams.command("drop", epilog=examples("penstock stream drop orders --yes"))
@@ -277,7 +296,7 @@ def drop_stream(
         found = opened.stream(stream)
         events = sum(o.next - o.first for o in opened.offsets(stream).values())
         if not yes and sys.stdin.isatty():
-            question = f"Drop {found.name} and its {_count(events, 'event')}?"
+            question = f"Drop {found.name} and its {count(events, 'event')}?"
             if not typer.confirm(question, err=True):
                 note("nothing was dropped")
                 raise typer.Exit(1)
@@ -285,7 +304,7 @@ def drop_stream(
     if json:
         say_json({"dropped": str(found.name), "events": events})
     else:
-        say(f"dropped stream {found.name} and its {_count(events, 'event')}")
+        say(f"dropped stream {found.name} and its {count(events, 'event')}")
 
 
 @namespaces.command("list", epilog=examples("penstock namespace list --json"))
@@ -371,7 +390,7 @@ def apply(
     if json:
         say_json({"applied": len(plan)})
     elif plan:
-        say(f"applied {_count(len(plan), 'change')}")
+        say(f"applied {count(len(plan), 'change')}")
 
 
 @contextlib.contextmanager

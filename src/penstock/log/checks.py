@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pyarrow as pa
 
 from penstock.errors import (
     ClosedError,
+    FencedError,
     LimitError,
     PenstockError,
     PieceError,
     RecordError,
+    SequenceError,
     UsageError,
 )
-from penstock.log.api import Commit, CommitOptions, Limits
+from penstock.log.api import Commit, CommitOptions, Committed, Holder, Limits
 from penstock.log.batch import check_compression
 from penstock.log.names import check_text
 from penstock.log.objects import Stream
@@ -64,3 +67,36 @@ def check_call(sequence: int, options: CommitOptions) -> None:
         raise UsageError(f"timeout_ms is {options.timeout_ms}; it must be at least 1")
     if not 0 <= sequence < 2**63:
         raise UsageError(f"a sequence is 0 or more and fits 64 bits, not {sequence}")
+
+
+def check_held(holder: Holder, epoch: int | None) -> None:
+    """Raise `FencedError` unless the producer, which is at this epoch, is the holder's."""
+    if epoch is None:
+        raise FencedError(
+            f"the producer {holder.producer} is not known here (it may have been forgotten after "
+            "long disuse): open it again"
+        )
+    if epoch != holder.epoch:
+        raise FencedError(
+            f"the producer {holder.producer} was opened again (epoch {epoch}); this holder "
+            f"(epoch {holder.epoch}) may write no more"
+        )
+
+
+def check_stageable(holder: Holder, sequence: int, latest: int | None) -> None:
+    """Raise `SequenceError` where the commit to stage for has happened."""
+    if latest is not None and sequence <= latest:
+        raise SequenceError(
+            f"the producer {holder.producer} has committed {latest} already: nothing can be staged "
+            f"for {sequence}"
+        )
+
+
+def repeated(holder: Holder, sequence: int, last: Committed) -> Committed:
+    """The outcome of a commit whose name is the latest; `SequenceError` for an older one."""
+    if sequence < last.sequence:
+        raise SequenceError(
+            f"the producer {holder.producer} has committed {last.sequence}; {sequence} is older "
+            "and was either committed before or skipped"
+        )
+    return msgspec.structs.replace(last, repeated=True)

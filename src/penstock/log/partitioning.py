@@ -53,3 +53,11 @@ def chunks(batch: pa.RecordBatch, limits: Limits) -> list[pa.RecordBatch]:
         return [batch]
     cut = [slice_stamped(batch, at, min(step, rows - at)) for at in range(0, rows, step)]
     return [chunk for piece in cut for chunk in chunks(piece, limits)]
+
+
+def widen(ranges: list[tuple[int, int, int]], partition: int, first: int, rows: int) -> None:
+    """Add events to a placement's ranges: to the last one, if they lie directly behind it."""
+    if ranges and ranges[-1][0] == partition and ranges[-1][1] + ranges[-1][2] == first:
+        ranges[-1] = (partition, ranges[-1][1], ranges[-1][2] + rows)
+    else:
+        ranges.append((partition, first, rows))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import secrets
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
@@ -134,6 +135,11 @@ def microseconds(time: dt.datetime) -> int:
     if time.tzinfo is None:
         raise RecordError(f"the time {time.isoformat()} has no time zone; use datetime.now(UTC)")
     return (time - _EPOCH) // _MICROSECOND
+
+
+def now_us() -> int:
+    """Microseconds since 1970, of the clock."""
+    return time.time_ns() // 1000
 
 
 def from_microseconds(time_us: int) -> dt.datetime:

@@ -243,7 +243,7 @@ def _read_generic(hint: object, where: str, outer: tuple[type, ...]) -> Type:
     if origin in (set, frozenset):
         return SetOf(_element(_read(args[0], where, outer), where))
     if origin is dict:
-        key = _element(_read(args[0], where, outer), where)
+        key = _key(_read(args[0], where, outer), where)
         return DictOf(key, _read(args[1], where, outer))
     raise RecordError(
         f"{where} has the type {hint!r}, which cannot be stored: use bool, int, float, str, bytes, "
@@ -257,6 +257,12 @@ def _element(type_: Type, where: str) -> Type:
     if isinstance(type_, Scalar | Digits | Choice):
         return type_
     raise RecordError(f"{where}: a set's members and a dict's keys are single values, not {type_}")
+
+
+def _key(type_: Type, where: str) -> Type:
+    if type_ == Scalar("bool"):
+        raise RecordError(f"{where}: JSON has no key that is a bool; use two fields instead")
+    return _element(type_, where)
 
 
 def _choice(values: list[object], where: str) -> Choice:
@@ -361,7 +367,7 @@ def _parse(node: ast.expr, text: str, records: typing.Mapping[str, Schema]) -> T
         case ast.Subscript(value=ast.Name(id="set"), slice=item):
             return SetOf(_element(_parse(item, text, records), text))
         case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[key, value])):
-            return DictOf(_element(_parse(key, text, records), text), _parse(value, text, records))
+            return DictOf(_key(_parse(key, text, records), text), _parse(value, text, records))
         case ast.Subscript(value=ast.Name(id="Literal"), slice=item):
             items = item.elts if isinstance(item, ast.Tuple) else [item]
             return _choice([_constant(e) for e in items], text)

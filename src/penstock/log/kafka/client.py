@@ -24,7 +24,7 @@ from confluent_kafka import (
     Producer,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, ClusterMetadata
 from confluent_kafka.admin._listoffsets import OffsetSpec
 
 from penstock.errors import (
@@ -61,7 +61,7 @@ _UNREACHABLE = frozenset({
     KafkaError.REQUEST_TIMED_OUT, KafkaError.NETWORK_EXCEPTION, KafkaError.BROKER_NOT_AVAILABLE,
     KafkaError.NOT_ENOUGH_REPLICAS, KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
 })  # fmt: skip
-_REFUSED = frozenset({
+REFUSED = frozenset({
     KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED, KafkaError._SSL,
     KafkaError.UNSUPPORTED_SASL_MECHANISM, KafkaError.ILLEGAL_SASL_STATE,
     KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED,
@@ -240,13 +240,17 @@ class Cluster:
 
     # Errors
 
-    def translated(self, error: KafkaException | KafkaError, doing: str) -> Exception:
+    def translated(
+        self, error: KafkaException | KafkaError | TimeoutError, doing: str
+    ) -> Exception:
         """Our error for one of librdkafka's; `doing` says what did not happen."""
         self._hear()
+        if isinstance(error, TimeoutError):
+            error = KafkaError(KafkaError._TIMED_OUT)
         found: KafkaError = error.args[0] if isinstance(error, KafkaException) else error
         said = found.str()
         code = found.code()
-        if code in _REFUSED or _is_refusal(self._last_error):
+        if code in REFUSED or _is_refusal(self._last_error):
             return LogAccessError(
                 f"{self.address.servers} does not let this client in ({doing}): "
                 f"{self._last_error or said}; see the options security.protocol, sasl.* and ssl.*"
@@ -277,38 +281,37 @@ class Cluster:
             except (KafkaException, TimeoutError) as error:
                 self._hear()
                 is_over = time.monotonic() > deadline or _is_refusal(self._last_error)
-                if isinstance(error, TimeoutError):
-                    failed: Exception = LogUnreachableError(
-                        f"Kafka at {self.address.servers} did not answer in time ({doing})"
-                    )
-                elif is_over or code_of(error) not in (MOMENTARY | _UNREACHABLE):
+                if is_over or not _may_pass(error):
                     raise self.translated(error, doing) from error
-                if is_over:
-                    raise failed from error
             patience_s *= 2
             time.sleep(RETRY_PAUSE_S)
             with contextlib.suppress(KafkaException):
                 about = () if topic is None else (topic,)
                 self.admin.list_topics(*about, timeout=min(ATTEMPT_S, left))
 
+    def done(
+        self, doing: str, asked: Mapping[T, Future[Any]], fine: Sequence[int] = ()
+    ) -> dict[T, Any]:
+        """The answers to an administrator; those that failed with a `fine` code are left out."""
+        answers = {}
+        for name, future in asked.items():
+            try:
+                answers[name] = future.result(self.timeout_s)
+            except (KafkaException, TimeoutError) as error:
+                if isinstance(error, TimeoutError) or code_of(error) not in fine:
+                    raise self.translated(error, doing) from error
+        return answers
+
     # Questions
 
-    def id(self) -> str:
-        """The cluster's own id; the first thing to ask, since it needs nothing but a broker."""
-        found = self.asked(
-            "looking for the cluster", lambda left: self.admin.list_topics(timeout=left)
-        )
-        return str(found.cluster_id)
-
-    def brokers(self) -> int:
-        """How many brokers there are."""
-        found = self.asked("looking for brokers", lambda left: self.admin.list_topics(timeout=left))
-        return len(found.brokers)
+    def metadata(self, doing: str) -> ClusterMetadata:
+        """Brokers, controller and topics, as the cluster knows them."""
+        return self.asked(doing, lambda left: self.admin.list_topics(timeout=left))
 
     def topics(self) -> dict[str, int]:
         """All topics with their numbers of partitions."""
-        found = self.asked("listing topics", lambda left: self.admin.list_topics(timeout=left))
-        return {name: len(topic.partitions) for name, topic in found.topics.items()}
+        found = self.metadata("listing topics").topics
+        return {name: len(topic.partitions) for name, topic in found.items()}
 
     def ends(
         self, partitions: Sequence[tuple[str, int]], *, committed: bool
@@ -345,22 +348,14 @@ class Cluster:
         topic = partitions[0][0]
         return self.asked(f"asking for offsets of {topic}", ask, topic)
 
-    def done(self, doing: str, asked: Mapping[Any, Future[Any]]) -> None:
-        """Wait for what an administrator's request asked for."""
-        for future in asked.values():
-            try:
-                future.result(self.timeout_s)
-            except KafkaException as error:
-                raise self.translated(error, doing) from error
-            except TimeoutError:
-                raise LogUnreachableError(
-                    f"Kafka at {self.address.servers} did not answer in time ({doing})"
-                ) from None
-
 
 def _is_refusal(said: str) -> bool:
     words = ("SASL auth", "SSL handshake", "authenticat", "certificate")
     return any(word in said for word in words)
+
+
+def _may_pass(error: KafkaException | TimeoutError) -> bool:
+    return isinstance(error, TimeoutError) or code_of(error) in (MOMENTARY | _UNREACHABLE)
 
 
 def code_of(error: KafkaException) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 
-from confluent_kafka import KafkaError, Message, TopicPartition
+from confluent_kafka import Message, TopicPartition
 from confluent_kafka.aio import AIOConsumer
 
-from penstock.errors import DamagedError, OffsetGoneError
+from penstock.errors import DamagedError
 from penstock.log.batch import Batch
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.messages import decode, offset_of
+from penstock.log.kafka.reading import is_end
 from penstock.log.objects import Stream
 from penstock.log.read import ReadOptions
 
@@ -35,8 +36,9 @@ async def follow(
         while left and not (options.stop is not None and options.stop.is_set()):
             for messages in _by_partition(await consumer.consume(MESSAGES, POLL_S)):
                 partition = int(messages[0].partition() or 0)
-                good, is_over = _before(messages, None if options.follow else ends[partition])
-                for found in decode(stream, good) if good else ():
+                end = None if options.follow else ends[partition]
+                batches, is_over = await asyncio.to_thread(_taken, cluster, stream, messages, end)
+                for found in batches:
                     if not isinstance(found, DamagedError):
                         yield found
                     elif options.on_damage is None:
@@ -56,21 +58,18 @@ def _by_partition(messages: Iterable[Message]) -> list[list[Message]]:
     return list(found.values())
 
 
-def _before(messages: Sequence[Message], end: int | None) -> tuple[list[Message], bool]:
+def _taken(
+    cluster: Cluster, stream: Stream, messages: Sequence[Message], end: int | None
+) -> tuple[list[Batch | DamagedError], bool]:
     """The events before `end`, and whether it was reached."""
     good: list[Message] = []
+    is_over = False
     for message in messages:
-        error = message.error()
-        if error is None:
-            if end is not None and offset_of(message) >= end:
-                return good, True
+        if message.error() is not None:
+            is_over = is_over or is_end(cluster, stream, message, end)
+        elif end is not None and offset_of(message) >= end:
+            is_over = True
+        else:
             good.append(message)
-        elif error.code() == KafkaError._PARTITION_EOF:
-            if end is not None and offset_of(message) >= end:
-                return good, True
-        elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
-            raise OffsetGoneError(
-                f"{message.topic()}, partition {message.partition()}: the offset is gone; "
-                "retention was faster", offset_of(message),
-            )  # fmt: skip
-    return good, bool(good) and end is not None and offset_of(good[-1]) == end - 1
+            is_over = is_over or (end is not None and offset_of(message) == end - 1)
+    return list(decode(stream, good)) if good else [], is_over

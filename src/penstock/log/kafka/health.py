@@ -52,9 +52,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 def health(cluster: Cluster, streams: Sequence[Stream]) -> Health:
     """Ask the cluster. Raises `LogUnreachableError` if it does not answer."""
-    told = cluster.asked(
-        "describing the cluster", lambda left: cluster.admin.list_topics(timeout=left)
-    )
+    told = cluster.metadata("describing the cluster")
     racks = _racks(cluster)
     partitions = _partitions(cluster, told, streams, racks)
     brokers = [

@@ -41,6 +41,7 @@ from penstock.log.api import (
     Upkeep,
 )
 from penstock.log.batch import Batch
+from penstock.log.caretaker import Caretaker
 from penstock.log.checks import check_call, check_limits
 from penstock.log.compose import Composer, EventOptions
 from penstock.log.kafka.client import Address, Cluster, KafkaOptions
@@ -48,7 +49,7 @@ from penstock.log.kafka.following import follow
 from penstock.log.kafka.health import Health, health
 from penstock.log.kafka.ledger import Ledger
 from penstock.log.kafka.messages import encode
-from penstock.log.kafka.objects import SESSION, TOPIC, Catalogue, Draft, Topics
+from penstock.log.kafka.objects import SESSION, Catalogue, Draft
 from penstock.log.kafka.reading import Reader
 from penstock.log.kafka.session import (
     Message,
@@ -60,7 +61,7 @@ from penstock.log.kafka.session import (
 )
 from penstock.log.kafka.staging import Staging
 from penstock.log.kafka.tables import Tables
-from penstock.log.kafka.topics import PIN_MS_MAX, own_topics
+from penstock.log.kafka.topics import PIN_MS_MAX, Topics, own_topics
 from penstock.log.kafka.upkeep import Housekeeper
 from penstock.log.kafka.writing import Writer, explained
 from penstock.log.names import OBJECTS, check_producer
@@ -75,7 +76,6 @@ from penstock.log.objects import (
     to_event,
 )
 from penstock.log.read import ReadOptions, chosen, start_offset
-from penstock.log.sqlite.upkeep import Caretaker
 from penstock.records.event import JsonValue, microseconds
 
 FORMAT = 1
@@ -110,26 +110,29 @@ class KafkaLog:
         self._topics = Topics(self._cluster)
         self._composer = Composer("penstock", limits)
         self._opened = False
+        self._process = os.getpid()
         self._caretaker = Caretaker(options.upkeep_interval_ms / 1000, self.maintain)
+        self._closing = contextlib.ExitStack()
+        """Closes everything, the last one first, however far opening got."""
+        for part in (self._catalogue, self._ledger, self._reader, self._staging, self._sessions):
+            self._closing.callback(part.close)
 
     def open(self) -> Self:
         """Find the log in the cluster, or make it.
 
         Raises `LogUnreachableError`, `LogAccessError`, or `LogFormatError` if there is none.
         """
-        brokers = self._cluster.brokers()
+        there = self._cluster.metadata("looking for the cluster")
+        copies = min(3, len(there.brokers))
         if self._defaults.replication is None:
-            copies = min(3, brokers)
             self._defaults = msgspec.structs.replace(self._defaults, replication=copies)
-        if self._catalogue.topic not in self._cluster.topics():
+        if self._catalogue.topic not in there.topics:
             if not self._create:
                 raise LogFormatError(
                     f"there is no log at {self._address.url}: create a stream there first "
                     "(penstock stream create)"
                 )
-            own = own_topics(TOPIC, self._options)
-            named = {self._address.own(name): settings for name, settings in own.items()}
-            self._topics.make_own(named, brokers)
+            self._topics.make_own(own_topics(self._options), copies)
         self._catalogue.look()
         if self._catalogue.about() is None:
             self._change(self._populate)
@@ -143,6 +146,8 @@ class KafkaLog:
             self._tables, self._limits,
         )  # fmt: skip
         self._housekeeper = Housekeeper(self._cluster, self._sessions, self._ledger, self._staging)
+        self._closing.callback(self._tables.store.close)
+        self._closing.callback(self._caretaker.close)
         self._opened = True
         return self
 
@@ -160,16 +165,8 @@ class KafkaLog:
         return []
 
     def close(self) -> None:
-        if not self._opened:
-            return
         self._opened = False
-        self._caretaker.close()
-        self._sessions.close()
-        self._staging.close()
-        self._reader.close()
-        self._ledger.close()
-        self._catalogue.close()
-        self._tables.store.close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self if self._opened else self.open()
@@ -193,6 +190,11 @@ class KafkaLog:
     def _check_open(self) -> None:
         if not self._opened:
             raise ClosedError(f"the log {self.url} is closed")
+        if os.getpid() != self._process:
+            raise ClosedError(
+                f"the log {self.url} was opened before this process was forked: open it in the "
+                "process that uses it"
+            )
 
     # Objects
 
@@ -456,15 +458,15 @@ class KafkaLog:
         return health(self._cluster, self.streams())
 
     def facts(self) -> dict[str, JsonValue]:
-        streams = self.streams()
+        there = self._cluster.metadata("looking at the cluster")
         return {
             "engine": "kafka",
             "url": self.url,
             "format": FORMAT,
             "librdkafka": libversion()[0],
-            "cluster": self._cluster.id(),
-            "brokers": self._cluster.brokers(),
-            "streams": len(streams),
+            "cluster": there.cluster_id or "",
+            "brokers": len(there.brokers),
+            "streams": len(self.streams()),
             "tables": str(self._tables.store.path),
             "upkeep_error": self._caretaker.last_error,
         }
@@ -485,6 +487,6 @@ def open_kafka(
     )  # fmt: skip
     try:
         return log.open()
-    except LogError:
+    except BaseException:
         log.close()
         raise

@@ -8,32 +8,19 @@ what is still to be removed stands in the catalogue too.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 import msgspec
-from confluent_kafka import KafkaError, KafkaException, TopicCollection
-from confluent_kafka.admin import (
-    AlterConfigOpType,
-    ConfigEntry,
-    ConfigResource,
-    NewPartitions,
-    NewTopic,
-)
 
 from penstock.errors import (
     LogUnreachableError,
-    ObjectExistsError,
     UnknownObjectError,
     UsageError,
 )
-from penstock.failpoints import failpoint
 from penstock.log.changes import Resolved, must_exist, resolve, resolve_new
-from penstock.log.kafka.client import Cluster, code_of
-from penstock.log.kafka.session import TakenError
-from penstock.log.kafka.topics import topic_settings
+from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.view import View
 from penstock.log.names import DEFAULT, SYSTEM, StreamName, parse_stream
 from penstock.log.objects import (
@@ -49,14 +36,15 @@ from penstock.log.objects import (
     check_writable_by_user,
     to_event,
 )
-from penstock.records.event import from_microseconds
+from penstock.records.event import from_microseconds, now_us
 from penstock.records.schema import Schema
 
 TOPIC = "_penstock.catalogue"
 SESSION = "catalogue"
 FRESH_S = 0.25
-GLANCE_S = 2.0
 """How long a look at the catalogue lasts; changes made here are seen at once."""
+GLANCE_S = 2.0
+"""How long to look, and to leave it then, while nobody answers."""
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +80,6 @@ class Catalogue:
         self._lines: dict[str, tuple[bytes, int]] = {}
         self._streams: dict[StreamName, Stream] = {}
         self._looked = 0.0
-        self._lock = threading.Lock()
         self.close = self._view.close
 
     def _apply(self, key: str, value: bytes | None, offset: int) -> None:
@@ -192,8 +179,11 @@ class Draft:
         return None if packed is None else _stream(name, packed, 0)
 
     def names_in(self, namespace: str) -> list[str]:
-        names = [parse_stream(k[7:]) for k in sorted(self._lines) if k.startswith("stream/")]
-        return [name.stream for name in names if name.namespace == namespace]
+        return [name.stream for name in self._names() if name.namespace == namespace]
+
+    def _names(self) -> list[StreamName]:
+        keys = [key for key in sorted(self._lines) if key.startswith("stream/")]
+        return [parse_stream(key.removeprefix("stream/")) for key in keys]
 
     # Changes
 
@@ -205,7 +195,7 @@ class Draft:
         """What every log has from its first moment on."""
         self._write("log", About(id=secrets.token_hex(8)))
         for namespace in (DEFAULT, SYSTEM):
-            self._write(f"namespace/{namespace}", {"created_us": time.time_ns() // 1000})
+            self._write(f"namespace/{namespace}", {"created_us": now_us()})
         for spec in specs:
             self._make(resolve_new(self, spec, self._defaults, self._partitions_max))
 
@@ -214,7 +204,7 @@ class Draft:
         resolved = resolve(self, change, self._defaults, self._partitions_max)
         match change:
             case CreateNamespace(name=name):
-                self._write(f"namespace/{name}", {"created_us": time.time_ns() // 1000})
+                self._write(f"namespace/{name}", {"created_us": now_us()})
             case DropNamespace(name=name):
                 self._strike(f"namespace/{name}")
             case CreateStream():
@@ -235,7 +225,7 @@ class Draft:
             spec=cast(StreamSpec, resolved.spec),
             grown=resolved.grown,
             records=resolved.records,
-            created_us=time.time_ns() // 1000,
+            created_us=now_us(),
             adopted=adopted,
         )
         self._write(_key(name), entry)
@@ -305,8 +295,7 @@ class Draft:
 
     def stream_of(self, topic: str) -> Stream | None:
         """The stream whose events are in a topic of this name."""
-        names = [parse_stream(k[7:]) for k in self._lines if k.startswith("stream/")]
-        own = (name for name in names if self._cluster.address.topic(name) == topic)
+        own = (name for name in self._names() if self._cluster.address.topic(name) == topic)
         name = next(own, None)
         return None if name is None else self.find(name)
 
@@ -320,144 +309,3 @@ class Draft:
 
 def _key(name: StreamName) -> str:
     return f"stream/{name.namespace}.{name.stream}"
-
-
-class Topics:
-    """Makes, changes and removes the topics of streams."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def make_own(self, settings: Mapping[str, tuple[int, Mapping[str, str]]], brokers: int) -> None:
-        """The log's own topics, where they are not there yet."""
-        copies = min(3, brokers)
-        new = [
-            NewTopic(
-                name, partitions, copies,
-                config={"min.insync.replicas": str(copies // 2 + 1), **config},
-            )
-            for name, (partitions, config) in settings.items()
-        ]  # fmt: skip
-        for name, future in self._cluster.admin.create_topics(new).items():
-            try:
-                future.result(self._cluster.timeout_s)
-            except KafkaException as error:
-                if code_of(error) != KafkaError.TOPIC_ALREADY_EXISTS:
-                    raise self._cluster.translated(error, f"making the topic {name}") from error
-
-    def make(self, wanted: Mapping[str, Resolved]) -> None:
-        """Topics of new streams. One that is there already must be empty and as wanted."""
-        if not wanted:
-            return
-        there = self._cluster.topics()
-        new = []
-        for topic, resolved in wanted.items():
-            spec = cast(StreamSpec, resolved.spec)
-            if topic in there:
-                self._check_unused(topic, there[topic], resolved)
-                self._configure(topic, topic_settings(spec))
-                continue
-            new.append(
-                NewTopic(
-                    topic, resolved.partitions, spec.replication or 1, config=topic_settings(spec)
-                )
-            )
-        if new:
-            self._create(new, validate_only=True)
-            self._create(new, validate_only=False)
-            failpoint("objects.changed")
-
-    def _create(self, new: list[NewTopic], *, validate_only: bool) -> None:
-        asked = self._cluster.admin.create_topics(new, validate_only=validate_only)
-        for topic, future in asked.items():
-            try:
-                future.result(self._cluster.timeout_s)
-            except KafkaException as error:
-                if code_of(error) == KafkaError.TOPIC_ALREADY_EXISTS:
-                    raise TakenError from error  # somebody else was faster: look again
-                raise self._cluster.translated(error, f"making the topic {topic}") from error
-
-    def _check_unused(self, topic: str, partitions: int, resolved: Resolved) -> None:
-        """Whether a topic of this name is what a process left that died while it made one."""
-        if partitions != resolved.partitions:
-            raise ObjectExistsError(
-                f"the topic {topic} exists already, with {partitions} partitions instead of "
-                f"{resolved.partitions}: adopt it (`penstock stream adopt {resolved.name}`), or "
-                "choose another name"
-            )
-        places = [(topic, p) for p in range(partitions)]
-        if any(self._cluster.ends(places, committed=False).values()):
-            raise ObjectExistsError(
-                f"the topic {topic} exists already and holds messages: adopt it "
-                f"(`penstock stream adopt {resolved.name}`), or choose another name"
-            )
-
-    def change(self, wanted: Mapping[str, Resolved]) -> None:
-        """Bring topics to what their streams are now; refuses before it changes anything."""
-        for resolved in wanted.values():
-            spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
-            if spec.replication != before.spec.replication:
-                raise UsageError(
-                    f"stream {before.name}: replication cannot change from "
-                    f"{before.spec.replication} to {spec.replication} here: move its replicas with "
-                    "Kafka's own tools (kafka-reassign-partitions)"
-                )
-        for topic, resolved in wanted.items():
-            spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
-            there = self._cluster.topics().get(topic, 0)
-            if resolved.partitions > there:
-                self._grow(topic, resolved.partitions)
-            if topic_settings(spec) != topic_settings(before.spec):
-                self._configure(topic, topic_settings(spec))
-
-    def _grow(self, topic: str, partitions: int) -> None:
-        new = [NewPartitions(topic, partitions)]
-        self._cluster.done(
-            f"adding partitions to {topic}", self._cluster.admin.create_partitions(new)
-        )
-
-    def _configure(self, topic: str, settings: Mapping[str, str]) -> None:
-        entries = [
-            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
-            for name, value in settings.items()
-        ]
-        resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
-        self._cluster.done(
-            f"changing the topic {topic}", self._cluster.admin.incremental_alter_configs([resource])
-        )
-
-    def ids(self, topics: Sequence[str]) -> dict[str, str]:
-        """Kafka's own ids of topics: another one after a topic was removed and made again."""
-        found: dict[str, str] = {}
-        if not topics:
-            return found
-        for topic, future in self._cluster.admin.describe_topics(
-            TopicCollection(list(topics))
-        ).items():
-            try:
-                found[topic] = str(future.result(self._cluster.timeout_s).topic_id)
-            except KafkaException as error:
-                if code_of(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                    raise self._cluster.translated(error, f"looking at {topic}") from error
-        return found
-
-    def settle(self, draft: Draft) -> None:
-        """Remove what was dropped, and make anew what was dropped and created as one change."""
-        dropped = draft.dropped()
-        there = self.ids(list(dropped))
-        for topic, number in dropped.items():
-            if there.get(topic) == number:
-                self._remove(topic)
-            stream = draft.stream_of(topic)
-            if stream is not None:
-                change = CreateStream(stream.spec)
-                wanted = Resolved(change, stream.name, None, stream.spec, stream.grown)
-                self.make({topic: wanted})
-            draft.forget(topic)
-
-    def _remove(self, topic: str) -> None:
-        try:
-            self._cluster.admin.delete_topics([topic])[topic].result(self._cluster.timeout_s)
-        except KafkaException as error:
-            if code_of(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise self._cluster.translated(error, f"removing the topic {topic}") from error

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
@@ -23,7 +24,7 @@ from penstock.errors import (
 )
 from penstock.log.api import Limits, Offsets
 from penstock.log.batch import Batch
-from penstock.log.kafka.client import MOMENTARY, Cluster
+from penstock.log.kafka.client import REFUSED, Cluster
 from penstock.log.kafka.messages import decode, offset_of
 from penstock.log.objects import Stream
 
@@ -106,9 +107,8 @@ class Reader:
         while not is_over:
             wanted = self._limits.batch_rows_max - len(held)
             for message in _available(consumer, min(wanted, 10_000), DRAIN_S if held else None):
-                error = message.error()
-                if error is not None:
-                    is_over = is_over or self._is_end(error, message, stream, partition, end)
+                if message.error() is not None:
+                    is_over = is_over or is_end(self._cluster, stream, message, end)
                     continue
                 offset = offset_of(message)
                 if offset >= end:
@@ -129,19 +129,6 @@ class Reader:
                 yield held
                 held, size = [], 0
                 deadline = time.monotonic() + self._cluster.timeout_s
-
-    def _is_end(
-        self, error: KafkaError, message: Message, stream: Stream, partition: int, end: int
-    ) -> bool:
-        if error.code() == KafkaError._PARTITION_EOF:
-            return offset_of(message) >= end
-        if error.code() in _GONE:
-            place = (self._cluster.address.topic(stream.name), partition)
-            first = self._cluster.firsts([place])[place]
-            raise gone(stream, partition, offset_of(message), first)
-        if error.code() in MOMENTARY or error.retriable() or not error.fatal():
-            return False
-        raise self._cluster.translated(error, f"reading stream {stream.name}")
 
     @contextlib.contextmanager
     def _reading(self, stream: Stream, partition: int, start: int) -> Iterator[Consumer]:
@@ -221,6 +208,19 @@ def _available(consumer: Consumer, count: int, wait_s: float | None) -> list[Mes
     if first is None:
         return []
     return [first, *(consumer.consume(count - 1, 0) if count > 1 else ())]
+
+
+def is_end(cluster: Cluster, stream: Stream, message: Message, end: int | None) -> bool:
+    """Whether a message that is no event says that `end` was reached; raises what is wrong."""
+    error, partition = cast(KafkaError, message.error()), int(message.partition() or 0)
+    if error.code() == KafkaError._PARTITION_EOF:
+        return end is not None and offset_of(message) >= end
+    if error.code() in _GONE:
+        place = (cluster.address.topic(stream.name), partition)
+        raise gone(stream, partition, offset_of(message), cluster.firsts([place])[place])
+    if error.code() in REFUSED:
+        raise cluster.translated(error, f"reading stream {stream.name}")
+    return False  # librdkafka tries again by itself
 
 
 def gone(stream: Stream, partition: int, offset: int, first: int) -> OffsetGoneError:

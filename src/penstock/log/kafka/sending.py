@@ -17,7 +17,8 @@ from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.messages import Encoded, encode, offset_of
 from penstock.log.kafka.session import NotCommittedError, Session
 from penstock.log.objects import Stream
-from penstock.log.partitioning import chunks, split_part
+from penstock.log.partitioning import chunks, split_part, widen
+from penstock.log.sqlite.ids import ranges_of
 from penstock.records.event import ids_of
 
 FOLLOWED_ROWS_MAX = 1000
@@ -98,35 +99,26 @@ class Sent:
             raise NotCommittedError from cluster.translated(self._error, "writing")
         ranges: list[tuple[int, int, int]] = []
         for chunk, reported in zip(self._prepared.chunks, self._reported, strict=True):
-            for first, rows in self._stretches(cluster, chunk, reported):
-                last = ranges[-1] if ranges else None
-                if last and last[0] == chunk.partition and last[1] + last[2] == first:
-                    ranges[-1] = (chunk.partition, last[1], last[2] + rows)
-                else:
-                    ranges.append((chunk.partition, first, rows))
+            for first, last in self._stretches(cluster, chunk, reported):
+                widen(ranges, chunk.partition, first, last - first + 1)
         stream = self._prepared.stream
         return Placement(str(stream.name), stream.partitions, tuple(ranges), self._prepared.dropped)
 
     def _stretches(
         self, cluster: Cluster, chunk: Chunk, reported: dict[int, int]
     ) -> list[tuple[int, int]]:
-        """Offsets and lengths of events that lie side by side."""
+        """The first and last offsets of events that lie side by side."""
         rows = chunk.batch.num_rows
         known = sorted(reported.items())
         if not known or known[0][0] != 0 or known[-1][0] != rows - 1:
             raise LogError(f"Kafka did not report where the events of {self._topic} are")
-        beside = all(b[1] - a[1] == b[0] - a[0] for a, b in itertools.pairwise(known))
-        if not beside and len(known) < rows:
-            # Others wrote to the partition at the same time: look where ours are.
-            known = list(enumerate(self._found(cluster, chunk, known[0][1], known[-1][1])))
-        made: list[tuple[int, int]] = []
-        for row, offset in known if not beside else ():
-            if made and made[-1][0] + made[-1][1] == offset:
-                made[-1] = (made[-1][0], made[-1][1] + 1)
-            else:
-                made.append((offset, 1))
-            del row
-        return made or [(known[0][1], rows)]
+        first, last = known[0][1], known[-1][1]
+        if last - first == rows - 1:
+            return [(first, last)]
+        if len(known) == rows:
+            return ranges_of(offset for _, offset in known)
+        # Others wrote to the partition at the same time: look where ours are.
+        return ranges_of(self._found(cluster, chunk, first, last))
 
     def _found(self, cluster: Cluster, chunk: Chunk, first: int, last: int) -> list[int]:
         """The offsets of our events in a stretch that others wrote into too."""

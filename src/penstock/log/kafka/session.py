@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from penstock.errors import LogError, LogUnreachableError
 from penstock.log.kafka.client import FENCED, MOMENTARY, RETRY_PAUSE_S, Cluster, code_of
-from penstock.log.kafka.ledger import ProducerState
+from penstock.log.kafka.ledger import Line, ProducerState
 from penstock.log.kafka.messages import Headers
 
 T = TypeVar("T")
@@ -50,7 +50,6 @@ class Session:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
         self.lock = threading.RLock()
-        self.is_open = False
         self.state = ProducerState()
         """As of the opening, and of what was committed since: nobody else can have changed it."""
         self.openings = 0
@@ -87,10 +86,12 @@ class Session:
                     ) from error
         self._producer = producer
         self.openings += 1
-        self.is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        return self._producer is not None
 
     def close(self) -> None:
-        self.is_open = False
         producer, self._producer = self._producer, None
         if producer is not None:
             # What is still queued must not be sent. The rest is done when nobody refers to it:
@@ -148,6 +149,17 @@ class Session:
         if self._producer is None:
             raise LogError(f"the session of {self.name} is closed")
         return self._producer
+
+    def save(self, topic: str, line: Line) -> None:
+        """Write one line of the ledger, as a transaction of its own."""
+        deadline = time.monotonic() + self._cluster.timeout_s
+        try:
+            self.transact(lambda: self.send(topic, line.partition, line.key, line.value), deadline)
+        except NotCommittedError:
+            raise
+        except BaseException:
+            self.close()  # whoever opens it next finds out
+            raise
 
     def transact(self, fill: Callable[[], T], deadline: float) -> T:
         """Do what `fill` sends as one transaction.

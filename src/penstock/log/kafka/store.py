@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib.resources
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any, cast
 
 import apsw
 import msgspec
+import pyarrow as pa
 
 from penstock.errors import DamagedError, LogBusyError, LogError, OffsetGoneError
 from penstock.log.api import Entry
@@ -29,7 +29,8 @@ from penstock.log.collections import Action, Collection, Collections, replay
 from penstock.log.objects import Stream
 from penstock.log.sqlite.connection import sql as embedded_sql
 from penstock.log.sqlite.ids import take_new
-from penstock.log.table import entry_changes, packed, unpacker
+from penstock.log.table import packed, unpacker
+from penstock.records.event import DELETED, now_us
 
 BUSY_MS = 120_000
 KEPT_US = 3_700_000_000
@@ -105,7 +106,7 @@ class Store:
     def _forget_if_stale(self, connection: apsw.Connection, stream: Stream, partition: int) -> None:
         """Begin again where compaction may have removed deletions that were not seen here."""
         row = connection.execute(_sql("seen"), (stream.id, partition)).fetchone()
-        if row is None or not stream.spec.table or int(row[0]) > _now_us() - STALE_US:
+        if row is None or not stream.spec.table or int(row[0]) > now_us() - STALE_US:
             return
         with self._writing(connection):
             for name in ("forget_partition", "forget_all_marks", "forget_place"):
@@ -117,14 +118,14 @@ class Store:
         """Batch by batch, so that nobody waits long; another process may do the same."""
         at = self._next(connection, stream, partition)
         while at < end:
-            asked_us = _now_us()
+            asked_us = now_us()
             for batch in self._good(stream, partition, at, end):
                 with self._writing(connection):
                     if self._next(connection, stream, partition) != at:
                         break
-                    self._save(connection, stream, partition, batch)
+                    floor = self._save(connection, stream, partition, batch)
                     at = batch.next_offset
-                    self._run(connection, "save_place", stream.id, partition, at, 0, asked_us)
+                    self._run(connection, "save_place", stream.id, partition, at, floor, asked_us)
             else:
                 with self._writing(connection):
                     if self._next(connection, stream, partition) == at:
@@ -152,17 +153,19 @@ class Store:
 
     def _save(
         self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
-    ) -> None:
+    ) -> int:
+        """Take a batch in; returns before which offset versions were let go."""
         if stream.spec.ids == "producer":
             rows = Rows(connection, batch.runs[0].time_us)
             take_new(rows, stream.id, batch.ids().to_pylist())
         if stream.spec.table:
-            self._save_entries(connection, stream, partition, batch)
+            return self._save_entries(connection, stream, partition, batch)
+        return 0
 
     def _save_entries(
         self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
-    ) -> None:
-        before_us = _now_us() - KEPT_US
+    ) -> int:
+        before_us = now_us() - KEPT_US
         changes = (
             self._by_action(connection, stream, batch)
             if stream.spec.entries != "value"
@@ -186,21 +189,20 @@ class Store:
                 _sql("forget_versions"), [(stream.id, one[1], partition, floor) for one in saved]
             )
             self._run(connection, "forget_marks", stream.id, partition, floor)
-        self._run(
-            connection, "save_place", stream.id, partition, batch.next_offset, floor, _now_us()
-        )
+        return floor
 
     @staticmethod
     def _by_value(
         stream: Stream, batch: Batch, before_us: int
     ) -> list[tuple[bytes, bytes | None, int]]:
         """Every change counts, since a pin may lie between two; of old ones the last of a key."""
-        stored, offsets = batch.explicit(), batch.offsets().to_pylist()
+        keys, offsets = batch.keys().to_pylist(), batch.offsets().to_pylist()
+        rows = batch.to_arrow([*batch.data().schema.names, DELETED])
         if batch.runs[-1].time_us < before_us:
-            changes = entry_changes(stream, stored)
-            places = [offsets[row] for row in changes.rows]
-            return list(zip(changes.keys, changes.values, places, strict=True))
-        return list(zip(batch.keys().to_pylist(), packed(stream, stored), offsets, strict=True))
+            last = dict(zip(keys, range(len(keys)), strict=True))
+            rows = rows.take(pa.array(last.values(), pa.int64()))
+            keys, offsets = list(last), [offsets[row] for row in last.values()]
+        return list(zip(keys, packed(stream, rows), offsets, strict=True))
 
     def _by_action(
         self, connection: apsw.Connection, stream: Stream, batch: Batch
@@ -250,17 +252,11 @@ class Store:
     def page(
         self, stream: Stream, after: bytes | None, limit: int, at: Mapping[int, int] | None
     ) -> list[Entry]:
-        return self._page(self._connection(), stream.id, after, limit, at)
-
-    def _page(
-        self, connection: apsw.Connection, stream_id: int, after: bytes | None, limit: int,
-        at: Mapping[int, int] | None,
-    ) -> list[Entry]:  # fmt: skip
-        values: tuple[Any, ...] = (stream_id, after or b"", limit)
+        values: tuple[Any, ...] = (stream.id, after or b"", limit)
         if at is not None:
             values += (msgspec.json.encode(at).decode(),)
         name = "page" if at is None else "page_at"
-        rows: list[Row] = connection.execute(_sql(name), values).fetchall()
+        rows: list[Row] = self._connection().execute(_sql(name), values).fetchall()
         return [Entry(*row) for row in rows]
 
     def floor(self, stream: Stream, partition: int) -> int:
@@ -273,16 +269,13 @@ class Store:
     def held(self, stream: Stream, ids: Sequence[str]) -> list[int]:
         """The rows whose ids the stream holds, or that repeat one before them."""
         connection = self._connection()
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        with self._writing(connection, undo=True):
             return take_new(Rows(connection, 0), stream.id, ids)
-        finally:
-            connection.execute("ROLLBACK")
 
     # Inside
 
     @contextlib.contextmanager
-    def _writing(self, connection: apsw.Connection) -> Iterator[None]:
+    def _writing(self, connection: apsw.Connection, *, undo: bool = False) -> Iterator[None]:
         try:
             connection.execute("BEGIN IMMEDIATE")
         except apsw.BusyError as error:
@@ -292,7 +285,7 @@ class Store:
         except BaseException:
             connection.execute("ROLLBACK")
             raise
-        connection.execute("COMMIT")
+        connection.execute("ROLLBACK" if undo else "COMMIT")
 
     @staticmethod
     def _run(connection: apsw.Connection, name: str, *values: object) -> None:
@@ -323,7 +316,3 @@ def _rank(stream: Stream, key: bytes, partition: int) -> int:
         return 0
     crc = zlib.crc32(key)
     return max((i for i, count in enumerate(stream.grown) if crc % count == partition), default=0)
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000

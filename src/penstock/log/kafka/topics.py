@@ -1,13 +1,29 @@
-"""How the topics of a log are set up: what a stream's declaration means to Kafka."""
+"""The topics of a log: what a stream's declaration means to Kafka, and bringing them to that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
-from penstock.log.kafka import ledger, staging
-from penstock.log.kafka.client import KafkaOptions
-from penstock.log.objects import StreamSpec
+from confluent_kafka import KafkaError, TopicCollection
+from confluent_kafka.admin import (
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewPartitions,
+    NewTopic,
+)
 
+from penstock.errors import ObjectExistsError, UsageError
+from penstock.failpoints import failpoint
+from penstock.log.changes import Resolved
+from penstock.log.kafka import ledger, objects, staging
+from penstock.log.kafka.client import Cluster, KafkaOptions
+from penstock.log.kafka.session import TakenError
+from penstock.log.objects import CreateStream, Stream, StreamSpec
+
+_THERE = (KafkaError.TOPIC_ALREADY_EXISTS,)
+_MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART,)
 MESSAGE_BYTES = 8 << 20
 PIN_MS_MAX = 24 * 3600 * 1000
 """For so long compaction leaves a table's changes alone, so that a pinned moment can be read."""
@@ -36,7 +52,7 @@ def topic_settings(spec: StreamSpec) -> dict[str, str]:
     return found
 
 
-def own_topics(catalogue: str, options: KafkaOptions) -> dict[str, tuple[int, Mapping[str, str]]]:
+def own_topics(options: KafkaOptions) -> dict[str, tuple[int, Mapping[str, str]]]:
     """The log's own topics, each with its number of partitions and settings."""
     compacted = {
         "cleanup.policy": "compact",
@@ -51,7 +67,127 @@ def own_topics(catalogue: str, options: KafkaOptions) -> dict[str, tuple[int, Ma
         "max.message.bytes": str(32 << 20),
     }
     return {
-        catalogue: (1, compacted),
+        objects.TOPIC: (1, compacted),
         ledger.TOPIC: (ledger.PARTITIONS, compacted),
         staging.TOPIC: (staging.PARTITIONS, staged),
     }
+
+
+class Topics:
+    """Makes, changes and removes the topics of streams."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def make_own(self, settings: Mapping[str, tuple[int, Mapping[str, str]]], copies: int) -> None:
+        """The log's own topics, where they are not there yet."""
+        new = [
+            NewTopic(
+                self._cluster.address.own(name), partitions, copies,
+                config={"min.insync.replicas": str(copies // 2 + 1), **config},
+            )
+            for name, (partitions, config) in settings.items()
+        ]  # fmt: skip
+        self._cluster.done(
+            "making the log's own topics", self._cluster.admin.create_topics(new), _THERE
+        )
+
+    def make(self, wanted: Mapping[str, Resolved]) -> None:
+        """Topics of new streams. One that is there already must be empty and as wanted."""
+        if not wanted:
+            return
+        there = self._cluster.topics()
+        new = []
+        for topic, resolved in wanted.items():
+            spec = cast(StreamSpec, resolved.spec)
+            if topic in there:
+                self._check_unused(topic, there[topic], resolved)
+                self._configure(topic, topic_settings(spec))
+                continue
+            new.append(
+                NewTopic(
+                    topic, resolved.partitions, spec.replication or 1, config=topic_settings(spec)
+                )
+            )
+        if new:
+            self._create(new, validate_only=True)
+            self._create(new, validate_only=False)
+            failpoint("objects.changed")
+
+    def _create(self, new: list[NewTopic], *, validate_only: bool) -> None:
+        asked = self._cluster.admin.create_topics(new, validate_only=validate_only)
+        made = self._cluster.done(f"making the topic {new[0].topic}", asked, _THERE)
+        if len(made) < len(new):
+            raise TakenError  # somebody else was faster: look again
+
+    def _check_unused(self, topic: str, partitions: int, resolved: Resolved) -> None:
+        """Whether a topic of this name is what a process left that died while it made one."""
+        if partitions != resolved.partitions:
+            raise ObjectExistsError(
+                f"the topic {topic} exists already, with {partitions} partitions instead of "
+                f"{resolved.partitions}: adopt it (`penstock stream adopt {resolved.name}`), or "
+                "choose another name"
+            )
+        places = [(topic, p) for p in range(partitions)]
+        if any(self._cluster.ends(places, committed=False).values()):
+            raise ObjectExistsError(
+                f"the topic {topic} exists already and holds messages: adopt it "
+                f"(`penstock stream adopt {resolved.name}`), or choose another name"
+            )
+
+    def change(self, wanted: Mapping[str, Resolved]) -> None:
+        """Bring topics to what their streams are now; refuses before it changes anything."""
+        for resolved in wanted.values():
+            spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
+            if spec.replication != before.spec.replication:
+                raise UsageError(
+                    f"stream {before.name}: replication cannot change from "
+                    f"{before.spec.replication} to {spec.replication} here: move its replicas with "
+                    "Kafka's own tools (kafka-reassign-partitions)"
+                )
+        for topic, resolved in wanted.items():
+            spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
+            there = self._cluster.topics().get(topic, 0)
+            if resolved.partitions > there:
+                self._grow(topic, resolved.partitions)
+            if topic_settings(spec) != topic_settings(before.spec):
+                self._configure(topic, topic_settings(spec))
+
+    def _grow(self, topic: str, partitions: int) -> None:
+        new = [NewPartitions(topic, partitions)]
+        self._cluster.done(
+            f"adding partitions to {topic}", self._cluster.admin.create_partitions(new)
+        )
+
+    def _configure(self, topic: str, settings: Mapping[str, str]) -> None:
+        entries = [
+            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in settings.items()
+        ]
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
+        self._cluster.done(
+            f"changing the topic {topic}", self._cluster.admin.incremental_alter_configs([resource])
+        )
+
+    def ids(self, topics: Sequence[str]) -> dict[str, str]:
+        """Kafka's own ids of topics: another one after a topic was removed and made again."""
+        if not topics:
+            return {}
+        asked = self._cluster.admin.describe_topics(TopicCollection(list(topics)))
+        found = self._cluster.done(f"looking at {topics[0]}", asked, _MISSING)
+        return {topic: str(about.topic_id) for topic, about in found.items()}
+
+    def settle(self, draft: objects.Draft) -> None:
+        """Remove what was dropped, and make anew what was dropped and created as one change."""
+        dropped = draft.dropped()
+        there = self.ids(list(dropped))
+        for topic, number in dropped.items():
+            if there.get(topic) == number:
+                asked = self._cluster.admin.delete_topics([topic])
+                self._cluster.done(f"removing the topic {topic}", asked, _MISSING)
+            stream = draft.stream_of(topic)
+            if stream is not None:
+                change = CreateStream(stream.spec)
+                wanted = Resolved(change, stream.name, None, stream.spec, stream.grown)
+                self.make({topic: wanted})
+            draft.forget(topic)

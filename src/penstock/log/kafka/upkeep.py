@@ -6,7 +6,7 @@ does it at once, and looks after what is Penstock's own.
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -20,6 +20,7 @@ from penstock.log.kafka.session import Sessions, TakenError, UnknownError
 from penstock.log.kafka.staging import PARTITIONS, Place, Staging, Tag
 from penstock.log.kafka.writing import explained
 from penstock.log.objects import Stream
+from penstock.records.event import now_us
 
 EPHEMERAL_S = 7 * 24 * 3600
 
@@ -34,7 +35,6 @@ class Housekeeper:
         self._sessions = sessions
         self._ledger = ledger
         self._staging = staging
-        self._counted: dict[int, int] = {}
 
     def round(self, streams: Sequence[Stream]) -> Upkeep:
         expired = sum(self._expire(stream) for stream in streams)
@@ -57,7 +57,7 @@ class Housekeeper:
         places = [(topic, partition) for partition in range(stream.partitions)]
         firsts = self._cluster.firsts(places)
         ends = self._cluster.ends(places, committed=True)
-        before_ms = time.time_ns() // 1_000_000 - stream.spec.retention_ms
+        before_ms = now_us() // 1000 - stream.spec.retention_ms
         due = []
         for place in places:
             found = self._cluster.offset_at(*place, before_ms)
@@ -94,11 +94,8 @@ class Housekeeper:
                 tag = None if key is None else msgspec.json.decode(key, type=Tag)
                 if tag is not None and _is_live(tag, producers.get(tag.producer)):
                     break
-                number = Place(place[1], offset).number()
-                if number not in committed and offset >= self._counted.get(place[1], 0):
-                    swept += 1
+                swept += Place(place[1], offset).number() not in committed
                 until = offset + 1
-            self._counted[place[1]] = until
             if until > firsts[place]:
                 due.append(TopicPartition(*place, until))
         self._remove(due)
@@ -108,25 +105,15 @@ class Housekeeper:
 
     def _forget(self, producers: dict[str, ProducerState]) -> int:
         """Strike ephemeral producers out that have not committed for long."""
-        before_us = time.time_ns() // 1000 - EPHEMERAL_S * 1_000_000
+        before_us = now_us() - EPHEMERAL_S * 1_000_000
         old = [n for n, state in producers.items() if state.ephemeral and state.time_us < before_us]
-        deadline = time.monotonic() + self._cluster.timeout_s
         for name in old:
             with self._sessions.using(f"producer.{name}") as session, explained():
-                try:
-                    session.close()
+                session.close()
+                with contextlib.suppress(TakenError, UnknownError):
                     session.open()
-                    line = producer_line(name, None)
-                    session.transact(
-                        lambda s=session, n=line: s.send(  # type: ignore[misc]
-                            self._ledger.topic, n.partition, n.key, n.value
-                        ),
-                        deadline,
-                    )
-                except (TakenError, UnknownError):
-                    continue
-                finally:
-                    session.close()
+                    session.save(self._ledger.topic, producer_line(name, None))
+                session.close()
         return len(old)
 
 

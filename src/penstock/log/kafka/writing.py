@@ -15,6 +15,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import msgspec
 import pyarrow as pa
@@ -42,7 +43,7 @@ from penstock.log.api import (
     Piece,
     Placement,
 )
-from penstock.log.checks import check_columns
+from penstock.log.checks import check_columns, check_held, check_stageable, repeated
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line, progress_line
 from penstock.log.kafka.objects import Catalogue
@@ -58,7 +59,7 @@ from penstock.log.kafka.staging import Staging, Tag
 from penstock.log.kafka.tables import Tables
 from penstock.log.objects import Stream
 from penstock.log.partitioning import chunks
-from penstock.records.event import from_microseconds, ids_of, numbered
+from penstock.records.event import from_microseconds, ids_of, now_us, numbered
 
 RETRY_PAUSE_S = 0.05
 HOLD_TRIES_MAX = 20
@@ -96,7 +97,7 @@ class Writer:
                 with contextlib.suppress(TakenError, UnknownError):
                     state = self._opened(session, producer)
                     held = msgspec.structs.replace(
-                        state, epoch=state.epoch + 1, ephemeral=ephemeral, time_us=_now_us()
+                        state, epoch=state.epoch + 1, ephemeral=ephemeral, time_us=now_us()
                     )
                     self._save_state(session, producer, held)
                     failpoint("hold.epoch")
@@ -133,18 +134,7 @@ class Writer:
                 return known
 
     def _save_state(self, session: Session, producer: str, state: ProducerState) -> None:
-        line = producer_line(producer, state)
-        deadline = time.monotonic() + self._cluster.timeout_s
-        try:
-            session.transact(
-                lambda: session.send(self._ledger.topic, line.partition, line.key, line.value),
-                deadline,
-            )
-        except NotCommittedError:
-            raise
-        except BaseException:
-            session.close()
-            raise
+        session.save(self._ledger.topic, producer_line(producer, state))
         session.state = state
 
     # Staging
@@ -153,11 +143,7 @@ class Writer:
         stream = self._catalogue.stream(part.stream)
         check_columns(stream, part.batch)
         state = _held(holder, self._ledger.producer(holder.producer))
-        if state.sequence is not None and sequence <= state.sequence:
-            raise SequenceError(
-                f"the producer {holder.producer} has committed {state.sequence} already: nothing "
-                f"can be staged for {sequence}"
-            )
+        check_stageable(holder, sequence, state.sequence)
         failpoint("stage.begun")
         tag = Tag(holder.producer, holder.epoch, sequence, stream.id)
         batches = chunks(part.batch, self._limits)
@@ -239,7 +225,7 @@ class Writer:
         with self._sessions.using(f"producer.{holder.producer}") as session:
             state = _held(holder, self._opened(session, holder.producer))
             if state.committed is not None and sequence <= state.committed.sequence:
-                return _repeated(holder, sequence, state.committed)
+                return repeated(holder, sequence, state.committed)
             prepared = self._prepared(holder, sequence, commit)
             failpoint("commit.prepared")
             with self._writer(session, holder, prepared) as (writer, compared):
@@ -278,13 +264,13 @@ class Writer:
                 producer=holder.producer,
                 sequence=sequence,
                 commit=0,
-                time=from_microseconds(min(times) * 1000 if times else _now_us()),
+                time=from_microseconds(min(times) * 1000 if times else now_us()),
                 placements=tuple(item.placement(self._cluster) for item in sent),
             )
             pieces = tuple(number for piece in commit.pieces for number in piece.batches)
             state = msgspec.structs.replace(
                 session.state, committed=committed, committed_epoch=holder.epoch, pieces=pieces,
-                time_us=_now_us(),
+                time_us=now_us(),
             )  # fmt: skip
             lines = [progress_line(key, value) for key, value in commit.progress.items()]
             for line in [*lines, producer_line(holder.producer, state)]:
@@ -450,26 +436,8 @@ def _ids_session(topic: str) -> str:
 
 def _held(holder: Holder, state: ProducerState | None) -> ProducerState:
     """The state of the producer, if the holder holds it."""
-    if state is None or state.epoch == 0:
-        raise FencedError(
-            f"the producer {holder.producer} is not known here (it may have been forgotten after "
-            "long disuse): open it again"
-        )
-    if state.epoch != holder.epoch:
-        raise FencedError(
-            f"the producer {holder.producer} was opened again (epoch {state.epoch}); this holder "
-            f"(epoch {holder.epoch}) may write no more"
-        )
-    return state
-
-
-def _repeated(holder: Holder, sequence: int, last: Committed) -> Committed:
-    if sequence < last.sequence:
-        raise SequenceError(
-            f"the producer {holder.producer} has committed {last.sequence}; {sequence} is older "
-            "and was either committed before or skipped"
-        )
-    return msgspec.structs.replace(last, repeated=True)
+    check_held(holder, (state and state.epoch) or None)
+    return cast(ProducerState, state)
 
 
 def _cause(error: Exception) -> PenstockError:
@@ -484,7 +452,3 @@ def explained() -> Iterator[None]:
         yield
     except NotCommittedError as error:
         raise _cause(error) from error
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000

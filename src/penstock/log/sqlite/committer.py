@@ -30,11 +30,11 @@ from penstock.log.sqlite.connection import (
     check_process,
     connect,
     many,
-    now_us,
     one,
     translate,
     translated,
 )
+from penstock.records.event import now_us
 
 T = TypeVar("T")
 GROUP_MAX = 256

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from penstock import errors
 from penstock.failpoints import failpoint
+from penstock.records.event import now_us
 
 APPLICATION_ID = 0x50454E53  # "PENS"
 FORMAT = 1
@@ -255,10 +256,6 @@ def upgrade(connection: apsw.Connection, number: int) -> None:
         connection.execute(
             "INSERT INTO state VALUES (1, ?, 0, 0, ?, 0)", (secrets.token_hex(16), now)
         )
-
-
-def now_us() -> int:
-    return time.time_ns() // 1000
 
 
 def check_process(opened_in: int, path: Path) -> None:

@@ -34,6 +34,7 @@ from penstock.log.api import (
     Upkeep,
 )
 from penstock.log.batch import Batch
+from penstock.log.caretaker import Caretaker
 from penstock.log.checks import check_call, check_limits, may_be_over
 from penstock.log.compose import Composer, EventOptions
 from penstock.log.names import OBJECTS, check_producer
@@ -53,7 +54,7 @@ from penstock.log.sqlite.committer import Committer, Write
 from penstock.log.sqlite.objects import Changer, Directory, create_system_objects, stream_in
 from penstock.log.sqlite.reading import Reader, Waiter
 from penstock.log.sqlite.tables import Tables, write_pin
-from penstock.log.sqlite.upkeep import Caretaker, Housekeeper
+from penstock.log.sqlite.upkeep import Housekeeper
 from penstock.log.sqlite.writing import (
     Prepared,
     StreamChangedError,
@@ -64,7 +65,7 @@ from penstock.log.sqlite.writing import (
     write_commit,
     write_stage,
 )
-from penstock.records.event import JsonValue, microseconds
+from penstock.records.event import JsonValue, microseconds, now_us
 
 T = TypeVar("T")
 PREPARE_TRIES_MAX = 20
@@ -382,7 +383,7 @@ class SqliteLog:
     def _keep_up(self) -> None:
         """A round in the background, unless another process did one just now."""
         values = {
-            "now": sqlite.now_us(),
+            "now": now_us(),
             "interval": self._options.upkeep_interval_ms * 1000 // 2,
         }
 

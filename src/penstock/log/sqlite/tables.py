@@ -10,9 +10,9 @@ from penstock.errors import LimitError, PinExpiredError
 from penstock.log.api import Entry, Pin
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import ReaderPool, many, now_us, one
+from penstock.log.sqlite.connection import ReaderPool, many, one
 from penstock.log.table import check_table
-from penstock.records.event import from_microseconds
+from penstock.records.event import from_microseconds, now_us
 
 SNAPSHOT_ROWS = 4096
 

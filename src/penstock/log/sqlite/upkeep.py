@@ -6,7 +6,6 @@ readers not at all. Any process may do it; one at a time does.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -18,7 +17,7 @@ from penstock.log.api import Limits, Upkeep
 from penstock.log.batch import Run, checksum, encode_blob
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import ReaderPool, many, now_us
+from penstock.log.sqlite.connection import ReaderPool, many
 from penstock.log.sqlite.objects import load_stream
 from penstock.log.sqlite.reading import (
     Row,
@@ -29,6 +28,7 @@ from penstock.log.sqlite.reading import (
     runs_of,
 )
 from penstock.log.sqlite.writing import insert_batch
+from penstock.records.event import now_us
 
 TIER = 16
 """Batches are merged when this many of one size lie side by side; the result is the next size."""
@@ -316,40 +316,3 @@ def _changed(write: Write, name: str, *values: object) -> int:
     before = write.connection.total_changes()
     write.run(name, *values)
     return write.connection.total_changes() - before
-
-
-class Caretaker:
-    """A background thread that runs a round every now and then, while the log is written."""
-
-    def __init__(self, interval_s: float, work: Callable[[], object]) -> None:
-        self._interval_s = interval_s
-        self._work = work
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._started = False
-        self.last_error: str | None = None
-        self._thread = threading.Thread(target=self._loop, name="penstock-upkeep", daemon=True)
-
-    def start(self) -> None:
-        """Start, the first time it is called."""
-        if self._interval_s <= 0:
-            return
-        with self._lock:
-            if not self._started and not self._stop.is_set():
-                self._started = True
-                self._thread.start()
-
-    def _loop(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            try:
-                self._work()
-                self.last_error = None
-            except Exception as error:
-                self.last_error = f"{type(error).__name__}: {error}"
-
-    def close(self) -> None:
-        self._stop.set()
-        with self._lock:
-            started = self._started
-        if started:
-            self._thread.join(30)

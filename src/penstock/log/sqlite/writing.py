@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import cast
 
 import apsw
 import msgspec
@@ -16,9 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import (
-    FencedError,
     PieceError,
-    SequenceError,
 )
 from penstock.failpoints import failpoint
 from penstock.log.api import (
@@ -31,9 +30,9 @@ from penstock.log.api import (
     Placement,
 )
 from penstock.log.batch import checksum, decode_blob, encode_blob
-from penstock.log.checks import check_columns
+from penstock.log.checks import check_columns, check_held, check_stageable, repeated
 from penstock.log.objects import Stream
-from penstock.log.partitioning import chunks, split_part
+from penstock.log.partitioning import chunks, split_part, widen
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import one, read_blob, sql
 from penstock.log.sqlite.ids import take_new
@@ -150,17 +149,8 @@ def _no_piece(piece: Piece) -> PieceError:
 def check_holder(write: Write, holder: Holder) -> tuple[int | None, bytes | None]:
     """The producer's latest sequence and outcome; `FencedError` unless the holder holds it."""
     row = write.look("producer", holder.producer)
-    if row is None:
-        raise FencedError(
-            f"the producer {holder.producer} is not known here (it may have been forgotten after "
-            "long disuse): open it again"
-        )
-    epoch, sequence, outcome = row
-    if epoch != holder.epoch:
-        raise FencedError(
-            f"the producer {holder.producer} was opened again (epoch {epoch}); this holder "
-            f"(epoch {holder.epoch}) may write no more"
-        )
+    epoch, sequence, outcome = row or (None, None, None)
+    check_held(holder, epoch)
     return sequence, outcome
 
 
@@ -174,11 +164,7 @@ def _check_streams(write: Write, streams: Iterable[Stream]) -> None:
 def write_stage(write: Write, holder: Holder, sequence: int, prepared: Prepared) -> Piece:
     """Insert the blobs and note whose they are; nothing becomes visible."""
     latest, _ = check_holder(write, holder)
-    if latest is not None and sequence <= latest:
-        raise SequenceError(
-            f"the producer {holder.producer} has committed {latest} already: nothing can be staged "
-            f"for {sequence}"
-        )
+    check_stageable(holder, sequence, latest)
     _check_streams(write, [prepared.stream])
     failpoint("stage.begun")
     names = []
@@ -215,7 +201,7 @@ def write_commit(
     """
     latest, outcome = check_holder(write, holder)
     if latest is not None and sequence <= latest:
-        first = _repeated(holder, sequence, latest, outcome)
+        first = repeated(holder, sequence, _OUTCOME.decode(cast(bytes, outcome)))
         write.dirty = True  # so that it is synced, whoever wrote it, before it is said again
         return first
     _check_streams(write, (item.stream for item in prepared))
@@ -236,15 +222,6 @@ def write_commit(
     packed = msgspec.msgpack.encode(committed)
     write.run("save_producer", sequence, packed, write.time_us, holder.producer)
     return committed
-
-
-def _repeated(holder: Holder, sequence: int, latest: int, outcome: bytes | None) -> Committed:
-    if sequence < latest or outcome is None:
-        raise SequenceError(
-            f"the producer {holder.producer} has committed {latest}; {sequence} is older and was "
-            "either committed before or skipped"
-        )
-    return msgspec.structs.replace(_OUTCOME.decode(outcome), repeated=True)
 
 
 def _check_pieces(
@@ -275,19 +252,12 @@ def place(write: Write, item: Prepared, number: int, pinned: bool) -> Placement:
         row += chunk.rows
         if kept.rows:
             first = _index(write, item.stream, kept, number)
-            _widen(ranges, kept.partition, first, kept.rows)
+            widen(ranges, kept.partition, first, kept.rows)
             _save_entries(write, item.stream, kept, first, number, pinned)
         if chunk.blob_id is not None:
             write.run("delete_piece", chunk.blob_id)
             failpoint("publish.pieces")
     return Placement(str(item.stream.name), item.partitions, tuple(ranges), tuple(dropped))
-
-
-def _widen(ranges: list[tuple[int, int, int]], partition: int, first: int, rows: int) -> None:
-    if ranges and ranges[-1][0] == partition and ranges[-1][1] + ranges[-1][2] == first:
-        ranges[-1] = (partition, ranges[-1][1], ranges[-1][2] + rows)
-    else:
-        ranges.append((partition, first, rows))
 
 
 def _without_held(write: Write, stream: Stream, chunk: Chunk) -> tuple[Chunk, list[int]]:

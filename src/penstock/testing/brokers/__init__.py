@@ -216,7 +216,7 @@ class Brokers:
         )
         tool = ("kafka.tools.StorageTool", "format", "-t", self._cluster, "-c")
         done = subprocess.run(
-            [*self._java(number), *tool, str(home / "server.properties")],
+            [*self._java(), *tool, str(home / "server.properties")],
             capture_output=True, text=True, timeout=START_S_MAX, check=False,
         )  # fmt: skip
         if done.returncode:
@@ -225,12 +225,12 @@ class Brokers:
     def _launch(self, number: int) -> None:
         with self._log(number).open("wb") as out:
             self._processes[number] = subprocess.Popen(
-                [*self._java(number), "kafka.Kafka", str(self._home(number) / "server.properties")],
+                [*self._java(), "kafka.Kafka", str(self._home(number) / "server.properties")],
                 stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
 
-    def _java(self, number: int) -> Sequence[str]:
-        del number
+    @staticmethod
+    def _java() -> Sequence[str]:
         return (
             "java", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto",
             "-Dorg.slf4j.simpleLogger.showDateTime=true",

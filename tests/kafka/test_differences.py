@@ -1,0 +1,134 @@
+"""What a log on Kafka refuses, and says why; and what it does that is its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock import (
+    AlterStream,
+    Commit,
+    CreateStream,
+    Log,
+    Producer,
+    Transaction,
+    declare,
+    read_events,
+)
+from penstock import open as open_log
+from penstock.errors import ClosedError, LogFormatError, PenstockError, PieceError, UsageError
+from penstock.testing.brokers import Brokers
+from penstock.testing.contract import Order, create, make_part, orders
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("kafka://", "names no broker"),
+        ("kafka://somewhere", "names no broker at 'somewhere'"),
+        ("kafka://a:1,b", "names no broker at 'b'"),
+        ("kafka://a:1/x/y", "more after the brokers than a prefix"),
+        ("kafka://a:1?x=y", "more after the brokers than a prefix"),
+    ],
+)
+def test_a_wrong_url_says_what_is_wrong(url: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        open_log(url)
+
+
+def test_wrong_options_are_refused(broker: Brokers) -> None:
+    with pytest.raises(UsageError, match="no log option 'vfs'"):
+        open_log(broker.url, vfs="x")
+    with pytest.raises(UsageError, match="No such configuration property"):
+        open_log(broker.url, create=True, **{"no.such.option": "x"})
+
+
+def test_a_log_that_is_not_there_is_not_made_by_reading(url: str) -> None:
+    with pytest.raises(LogFormatError, match="create a stream there first"):
+        open_log(url, create=False)
+
+
+def test_a_commit_writes_to_one_stream_that_compares_ids(kafka: Log) -> None:
+    for name in ("one", "two"):
+        create(kafka, name, ids="producer", key=None)
+    with pytest.raises(UsageError, match="one and two both have ids"), Transaction(kafka) as tx:
+        tx.send("one", Order("a", 1), id=1)
+        tx.send("two", Order("a", 1), id=1)
+    assert list(orders(kafka, "one")) == list(orders(kafka, "two")) == []
+
+
+def test_a_change_that_is_refused_changes_no_topic(kafka: Log) -> None:
+    """Also where an earlier one of the same list could have been carried out."""
+    for name in ("a", "b"):
+        create(kafka, name)
+    with Producer(kafka) as producer:
+        producer.send("a", Order("x", 1))
+    short = declare("a", Order, key="user", retention_ms=1)
+    moved = declare("b", Order, key="user", replication=3)
+    with pytest.raises(UsageError, match="replication cannot change"):
+        kafka.apply([AlterStream(short), AlterStream(moved)])
+    kafka.maintain()
+    assert [event.data.amount for event in orders(kafka, "a")] == [1]
+
+
+def test_there_is_no_backup(kafka: Log, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="replicate its topics"):
+        kafka.backup(tmp_path / "copy")
+
+
+def test_a_log_does_not_survive_a_fork(kafka: Log) -> None:
+    """librdkafka's threads stay with the parent: the child would wait for ever."""
+    child = os.fork()
+    if child == 0:
+        try:
+            kafka.streams()
+        except ClosedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_upkeep_leaves_what_was_staged_since_alone(kafka: Log, url: str, tmp_path: Path) -> None:
+    create(kafka, "s")
+    with open_log(url, cache=str(tmp_path / "other"), upkeep_interval_ms=0) as other:
+        for n in range(5):
+            holder = kafka.hold(f"p{n}")
+            piece = kafka.stage(holder, 0, make_part(kafka, "s", [n]))
+            other.maintain()
+            kafka.commit(holder, 0, Commit(pieces=[piece]))
+            with pytest.raises(PieceError):
+                kafka.commit(holder, 1, Commit(pieces=[piece]))
+    assert [event.data.amount for event in orders(kafka, "s")] == list(range(5))
+
+
+def test_a_stream_that_compares_ids_is_written_by_several_producers_of_a_process(
+    kafka: Log, url: str, tmp_path: Path
+) -> None:
+    """One of them is fenced meanwhile: that the others open the shared writer must not help it."""
+    create(kafka, "s", ids="producer", key=None)
+    fenced, other = kafka.hold("fenced"), kafka.hold("other")
+    kafka.commit(fenced, 0, Commit(parts=[make_part(kafka, "s", [1], ids=[1])]))
+    kafka.commit(other, 0, Commit(parts=[make_part(kafka, "s", [2], ids=[2])]))
+    with open_log(url, cache=str(tmp_path / "other"), upkeep_interval_ms=0) as elsewhere:
+        successor = elsewhere.hold("fenced")
+        kafka.commit(other, 1, Commit(parts=[make_part(kafka, "s", [3], ids=[3])]))
+        with pytest.raises(PenstockError, match="was opened again"):
+            kafka.commit(fenced, 1, Commit(parts=[make_part(kafka, "s", [4], ids=[4])]))
+        elsewhere.commit(successor, 1, Commit(parts=[make_part(kafka, "s", [5], ids=[5])]))
+    assert [event.data.amount for event in read_events(kafka, "s", Order)] == [1, 2, 3, 5]
+
+
+def test_a_dropped_stream_may_come_back_in_the_same_change(kafka: Log) -> None:
+    from penstock import DropStream
+
+    create(kafka, "s")
+    with Producer(kafka) as producer:
+        producer.send("s", Order("a", 1))
+    spec = kafka.stream("s").spec
+    kafka.apply([DropStream("s"), CreateStream(spec)])
+    assert list(orders(kafka, "s")) == []
+    with Producer(kafka) as producer:
+        producer.send("s", Order("a", 2))
+    assert [event.data.amount for event in orders(kafka, "s")] == [2]
