@@ -206,19 +206,30 @@ class DamagedError(PenstockError):
     """Stored data is damaged.
 
     `first_offset` and `last_offset` are the range that cannot be read;
-    reading may go on at `last_offset + 1`.
+    reading may go on at `last_offset + 1`. `key` and `data` are what is stored there, where it
+    is one message of a foreign client.
     """
 
     code = "damaged"
 
     def __init__(
-        self, message: str, stream: str, partition: int, first_offset: int, last_offset: int
+        self,
+        message: str,
+        stream: str,
+        partition: int,
+        first_offset: int,
+        last_offset: int,
+        *,
+        key: bytes | None = None,
+        data: bytes | None = None,
     ) -> None:
         super().__init__(message)
         self.stream = stream
         self.partition = partition
         self.first_offset = first_offset
         self.last_offset = last_offset
+        self.key = key
+        self.data = data
 
 
 class BufferFullError(PenstockError):

@@ -13,11 +13,17 @@ from penstock import (
     App,
     AppStream,
     Context,
+    CreateStream,
     Entry,
+    Producer,
+    Transaction,
+    declare,
 )
+from penstock import open as open_log
 from penstock.errors import QueryFailedError
 from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Note, Order, Shop, some_orders
+from tests.cli.test_cli import damage_the_largest_batch
 
 
 def failing(on_error: str, retries: int = 0) -> tuple[App, AppStream[Order], AppStream[Alert]]:
@@ -226,3 +232,31 @@ def test_a_second_runner_takes_over(tmp_path: Path) -> None:
             raise failure
         old.stop()
         assert [a.item for a in run.events(shop.alerts)] == ["tea", "jam"]
+
+
+@pytest.mark.parametrize("on_damage", ["skip", "dead-letter"])
+def test_what_cannot_be_read_is_left_out_if_told(tmp_path: Path, on_damage: str) -> None:
+    app = App("a")
+    orders = app.stream("orders", Order, on_damage=on_damage)  # type: ignore[call-overload]
+    alerts = app.stream("alerts", Alert)
+
+    @app.agent(orders, to=alerts)
+    def warn(order: Order) -> Alert:
+        return Alert(order.user, order.item)
+
+    path = tmp_path / "test.db"
+    with open_log(path, upkeep_interval_ms=0) as log:
+        log.apply([CreateStream(declare("orders", Order))])
+        with Transaction(log, "bulk") as transaction:
+            for n in range(500):
+                transaction.send("orders", Order(f"u{n}", f"i{n}" * 50, n))
+        with Producer(log) as producer:
+            producer.send("orders", Order("ada", "tea", 3))
+    damage_the_largest_batch(path)
+    with AppTest(app, tmp_path) as run:
+        run.until_idle()
+        assert run.events(alerts) == [Alert("ada", "tea")]
+        if on_damage == "dead-letter":
+            (letter,) = run.events(app.streams["orders_dead"])
+            assert (letter.stream, letter.offset, letter.data) == ("orders", 0, "")
+            assert "offsets 0 to 499 are damaged" in letter.error

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from penstock import (
@@ -117,6 +117,51 @@ def test_a_bad_message_stops_an_app_and_is_named(url: str, broker: Brokers, tmp_
         assert isinstance(failure, QueryFailedError)
         assert "is no Order" in str(failure)
         assert "offset" in str(failure)
+
+
+@pytest.mark.row("X3", engine="kafka")
+def test_bad_messages_become_dead_letters(
+    url: str, broker: Brokers, spark: SparkSession, tmp_path: Path
+) -> None:
+    """Whatever reads the stream goes on without them; one letter tells of each."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user", on_damage="dead-letter")
+    spent = app.table("spent", value=int, default=0)
+
+    @app.agent(orders, state=spent)
+    def spend(order: Order, spent: Entry[int]) -> None:
+        spent.value += order.amount
+
+    @app.derive(orders, key="user", record=Order)
+    def copied(orders: DataFrame) -> DataFrame:
+        return orders.select("user", "item", "amount")
+
+    @app.derive_table(orders, key="user")
+    def counted(orders: DataFrame) -> DataFrame:
+        return orders.groupBy("user").count()
+
+    client = Client("kcat", broker, f"{url.rpartition('/')[2]}.default.orders")
+    good = '{"user": "ada", "item": "tea", "amount": %d}'
+
+    def write(*values: str) -> None:
+        client.write(*(f"ada|{value}" for value in values), keys=True)
+
+    with AppTest(app, tmp_path, spark, log=url) as run:
+        write("no json", "[]", good % 1, good % 2, "{}", good % 4)
+        run.until_idle()
+        write("null")
+        run.until_idle()
+    with AppTest(app, tmp_path, spark, log=url) as run:
+        write(good % 8, '{"user": 3}')
+        run.until_idle()
+        assert run.table(spent) == {"ada": 15}
+        assert [order.amount for order in run.events(copied)] == [1, 2, 4, 8]
+        assert {key: row.count for key, row in run.table(counted).items()} == {"ada": 4}
+        letters = run.events(app.streams["orders_dead"])
+    assert [(letter.offset, letter.data) for letter in letters] == [
+        (0, "no json"), (1, "[]"), (4, "{}"), (6, "null"), (8, '{"user": 3}')
+    ]  # fmt: skip
+    assert all("is no Order" in letter.error and letter.key == "ada" for letter in letters)
 
 
 def test_spark_leaves_bad_messages_out_if_told(

@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 
 from penstock.app.context import UNSET, Context, TableView
-from penstock.app.definitions import Agent, DeadLetter
+from penstock.app.definitions import DEAD_CHARS_MAX, Agent, DeadLetter
 from penstock.app.emissions import Emissions
 from penstock.app.entry import Entry, WindowedEntry
 from penstock.app.state import State
@@ -20,6 +20,7 @@ from penstock.app.task import (
     BatchOrder,
     FailedError,
     Failure,
+    Inputs,
     Outcome,
     Split,
     stage,
@@ -43,8 +44,6 @@ T = TypeVar("T")
 EXPIRY = b"x"
 TIMER = b"t"
 BACKOFF_MS_MAX = 10_000
-DEAD_CHARS_MAX = 100_000
-"""How much of an event's data a dead letter tells."""
 
 
 class _Row(NamedTuple):
@@ -66,9 +65,9 @@ class AgentWork:
         self._source = f"{app}.{agent.name}"
         self._agent = agent
 
-    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Sequence[Batch]) -> Outcome:
+    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Inputs) -> Outcome:
         run = _Run(log, self._agent, self._source, batch, split)
-        parts = run.parts(inputs)
+        parts = run.parts(inputs.batches)
         return Outcome(
             pieces=stage(log, batch, parts),
             rows_out=run.out.rows,

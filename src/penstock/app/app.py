@@ -20,15 +20,15 @@ from penstock.app.checks import (
 from penstock.app.definitions import (
     Agent,
     DeadLetter,
+    DeadLetters,
     Definition,
     Derivation,
     Feed,
-    OnError,
     Place,
 )
 from penstock.app.location import Location, caller, of_function
 from penstock.app.signature import read_signature
-from penstock.app.streams import AppStream, How
+from penstock.app.streams import AppStream, How, OnError
 from penstock.app.tables import AppTable, KeyType, RelativeTo, value_schema
 from penstock.app.windows import Duration, Windows
 from penstock.errors import AppError
@@ -60,13 +60,13 @@ class App:
     @overload
     def stream(
         self, name: str, record: type[R], *, key: str | None = ..., time: str | None = ...,
-        watermark: Duration | None = ..., **settings: object,
+        watermark: Duration | None = ..., on_damage: OnError = ..., **settings: object,
     ) -> AppStream[R]: ...  # fmt: skip
 
     @overload
     def stream(
         self, name: str, record: None = None, *, key: str | None = ..., time: str | None = ...,
-        watermark: Duration | None = ..., **settings: object,
+        watermark: Duration | None = ..., on_damage: OnError = ..., **settings: object,
     ) -> AppStream[object]: ...  # fmt: skip
 
     def stream(
@@ -77,23 +77,35 @@ class App:
         key: str | None = None,
         time: str | None = None,
         watermark: Duration | None = None,
+        on_damage: OnError = "stop",
         **settings: object,
     ) -> AppStream[object]:
         """Declare a stream, made in the log when the app first runs.
 
         `watermark` is how much later than the newest event others may come; what comes later
-        still is late. Takes the settings of `StreamSpec` by name (partitions, retention_ms, …).
+        still is late. `on_damage` is what becomes of events that cannot be read, such as another
+        program's that are no such record: `stop` what reads them, `skip` them, or tell of each in
+        the stream NAME_dead (`dead-letter`). Takes the settings of `StreamSpec` by name
+        (partitions, retention_ms, …).
         """
         where = caller()
+        one_of(where, f"stream {name}: on_damage", on_damage, OnError)
         spec = declared(where, name, record, key=key, time=time, **settings)
         if watermark is not None and time is None:
             raise AppError(f"{where}: stream {name} has a watermark and no time: name its field")
-        return self.add_stream(
+        made: AppStream[object] = self.add_stream(
             AppStream(
                 app=self, name=name, record=record, spec=spec, key=key, time=time,
                 watermark_us=length(where, watermark, "the watermark"), location=where,
+                on_damage=on_damage,
             )
         )  # fmt: skip
+        if on_damage == "dead-letter":
+            dead = self._dead_letters(name, where)
+            self.define(
+                DeadLetters(name=dead.name, inputs=(made,), outputs=(dead,), location=where)
+            )
+        return made
 
     def table(
         self,
@@ -328,8 +340,8 @@ class App:
 
         return decorate
 
-    def _dead_letters(self, agent: str, where: Location) -> AppStream[object]:
-        name = f"{agent}_dead"
+    def _dead_letters(self, of: str, where: Location) -> AppStream[object]:
+        name = f"{of}_dead"
         spec = declared(where, name, DeadLetter)
         made: AppStream[object] = AppStream(
             app=self, name=name, record=DeadLetter, spec=spec, key=None, location=where

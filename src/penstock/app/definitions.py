@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from penstock.app.location import Location
-from penstock.app.streams import AppStream, How
+from penstock.app.streams import AppStream, How, OnError
 from penstock.app.tables import AppTable
 from penstock.app.windows import Windows
 from penstock.records.schema import Record
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from penstock.app.signature import Signature
 
 Place = AppStream[object] | AppTable[object]
-OnError = Literal["stop", "skip", "dead-letter"]
+DEAD_CHARS_MAX = 100_000
+"""How much of an event's data a dead letter tells."""
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
@@ -33,6 +34,12 @@ class Definition:
     def triggers(self) -> tuple[str, ...]:
         """The streams whose events are handled; a table that is only looked at is none."""
         return tuple(place.name for place in self.inputs if isinstance(place, AppStream))
+
+    @property
+    def past(self) -> tuple[str, ...]:
+        """The streams whose damaged events are left out, or told to another."""
+        streams = (place for place in self.inputs if isinstance(place, AppStream))
+        return tuple(stream.name for stream in streams if stream.on_damage != "stop")
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
@@ -105,6 +112,11 @@ class TableJoin(Definition):
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
+class DeadLetters(Definition):
+    """Events of a stream that cannot be read, told to another."""
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
 class Feed(Definition):
     """A stream filled from an iterable or a channel of this process."""
 
@@ -120,7 +132,10 @@ def keeps_timers(definition: Definition) -> bool:
 
 
 class DeadLetter(Record):
-    """An event that an agent could not handle, with why."""
+    """An event that an agent could not handle, or that could not be read, with why.
+
+    Of one that could not be read, `agent` and `id` are empty, and `data` is what is there.
+    """
 
     agent: str
     stream: str

@@ -12,7 +12,7 @@ from penstock.app.definitions import Lookup, Rekey, TableJoin
 from penstock.app.state import changes_part
 from penstock.app.streams import How
 from penstock.app.tables import AppTable, Values
-from penstock.app.task import BatchOrder, Outcome, Split, derived_id, stage
+from penstock.app.task import BatchOrder, Inputs, Outcome, Split, derived_id, stage
 from penstock.log.api import Log, Part, Pin
 from penstock.log.batch import Batch
 from penstock.log.compose import Composer
@@ -30,11 +30,11 @@ class RekeyWork:
         self._source = f"{app}.{definition.name}"
         self._output = definition.outputs[0].name
 
-    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Sequence[Batch]) -> Outcome:
+    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Inputs) -> Outcome:
         composer = Composer(self._source, log.limits)
         output = log.stream(self._output)
         parts = []
-        for item in inputs:
+        for item in inputs.batches:
             whole = _envelope(self._source, item, item.data(), output)
             parts.append(composer.arrow_part(output, _of_slot(item, whole, split)))
         return Outcome(pieces=stage(log, batch, parts), rows_out=_rows(parts))
@@ -50,9 +50,9 @@ class LookupWork:
         self._table = definition.reads[0]
         self._how = definition.how
 
-    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Sequence[Batch]) -> Outcome:
+    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Inputs) -> Outcome:
         composer = Composer(self._source, log.limits)
-        parts = [self._joined(log, composer, item, batch.pin, split) for item in inputs]
+        parts = [self._joined(log, composer, item, batch.pin, split) for item in inputs.batches]
         return Outcome(pieces=stage(log, batch, parts), rows_out=_rows(parts))
 
     def _joined(
@@ -89,8 +89,8 @@ class TableJoinWork:
         self._sides = definition.reads
         self._how = definition.how
 
-    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Sequence[Batch]) -> Outcome:
-        keys = sorted({key for item in inputs for key in _keys_of_slot(item, split)})
+    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Inputs) -> Outcome:
+        keys = sorted({key for item in inputs.batches for key in _keys_of_slot(item, split)})
         stream = log.stream(self._output.name)
         values = Values(self._output, stream)
         before = log.get(self._output.name, keys)

@@ -25,7 +25,7 @@ from penstock.app.positions import (
 )
 from penstock.app.splits import free_splits, keyed_splits, merged
 from penstock.app.tables import AppTable
-from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range
+from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range, read_range
 from penstock.errors import (
     CommitOutcomeUnknownError,
     FencedError,
@@ -300,6 +300,7 @@ class Query:
             now_us=self._clock(),
             splits=tuple(splits),
             pin=self._log.pin(PIN_S) if self._needs_pin else None,
+            past=self.definitions[0].past,
         )
 
     def _check(self, outcomes: Sequence[Outcome]) -> None:
@@ -405,7 +406,8 @@ def told(
     done_us = microseconds(committed.time)
     hops = [hop for outcome in outcomes for hop in outcome.hops]
     if not hops:
-        hops = [hop for split in order.splits for r in split.ranges for hop in _first_hop(log, r)]
+        ranges = [range_ for split in order.splits for range_ in split.ranges]
+        hops = [hop for range_ in ranges for hop in _first_hop(log, order, range_)]
     return Step(
         sequence=order.sequence,
         rows_in=sum(outcome.rows_in for outcome in outcomes),
@@ -417,9 +419,9 @@ def told(
     )
 
 
-def _first_hop(log: Log, range_: Range) -> list[Hop]:
+def _first_hop(log: Log, order: BatchOrder, range_: Range) -> list[Hop]:
     """The oldest event of a range stands for all, where nobody has looked at each."""
-    first = next(log.read(range_.stream, range_.partition, range_.start, range_.start + 1), None)
+    first = next(read_range(log, order, range_._replace(end=range_.start + 1), []), None)
     if first is None:
         return []
     return [Hop(first.commit_of(first.first_offset).time_us, range_.end - range_.start)]

@@ -14,8 +14,10 @@ import msgspec
 
 from penstock.app.agents import AgentWork
 from penstock.app.claims import claim
+from penstock.app.damage import DamageWork
 from penstock.app.definitions import (
     Agent,
+    DeadLetters,
     Definition,
     Feed,
     Lookup,
@@ -358,6 +360,8 @@ def work_of(app: str, definition: Definition) -> Work:
             return LookupWork(app, definition)
         case TableJoin():
             return TableJoinWork(app, definition)
+        case DeadLetters():
+            return DamageWork(app, definition)
     raise AssertionError(definition)
 
 

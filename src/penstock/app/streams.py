@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T_co = TypeVar("T_co", covariant=True)
 How = Literal["inner", "left", "right", "outer"]
+OnError = Literal["stop", "skip", "dead-letter"]
 
 
 class Emit(msgspec.Struct, frozen=True):
@@ -47,6 +48,7 @@ class AppStream(Generic[T_co]):
     key: str | None
     time: str | None = None
     watermark_us: int | None = None
+    on_damage: OnError = "stop"
     location: Location
     settings: Mapping[str, object] = field(default_factory=dict)
 

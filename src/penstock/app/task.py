@@ -16,9 +16,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from penstock.errors import PenstockError
+from penstock.errors import DamagedError, PenstockError
 from penstock.log.api import CommitOptions, Holder, Log, Part, Piece, Pin
 from penstock.log.batch import Batch
+from penstock.log.read import read_past
 from penstock.records.event import from_microseconds
 
 _OURS = str(Path(__file__).parents[1])
@@ -51,7 +52,10 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch of a query: whose it is, which one, when it began, and the pinned moment."""
+    """One batch of a query: whose it is, which one, when it began, and the pinned moment.
+
+    `past` are the streams whose damaged events are left out.
+    """
 
     query: str
     holder: Holder
@@ -59,6 +63,7 @@ class BatchOrder(msgspec.Struct, frozen=True, kw_only=True):
     now_us: int
     splits: tuple[Split, ...]
     pin: Pin | None = None
+    past: tuple[str, ...] = ()
 
     @property
     def now(self) -> dt.datetime:
@@ -98,12 +103,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
+class Inputs(NamedTuple):
+    """What a split holds: events, and what is wrong with those that could not be read."""
+
+    batches: list[Batch]
+    damaged: list[DamagedError]
+
+
 class Work(Protocol):
     """What a definition does with a split, in whatever process. Must be picklable by Spark."""
 
     name: str
 
-    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Sequence[Batch]) -> Outcome:
+    def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Inputs) -> Outcome:
         """Handle the events and stage what comes of them."""
 
 
@@ -119,22 +131,25 @@ def run_split(log: Log, works: Sequence[Work], batch: BatchOrder, split: Split) 
     """Run every definition of a query over one split: it is read once for all of them."""
     outcomes = []
     try:
-        inputs = list(read_split(log, split))
+        inputs = read_split(log, batch, split)
         for work in works:
             outcomes.append(work.run(log, batch, split, inputs))
     except FailedError as error:
         return Outcome(failure=error.failure, worker=this_worker())
     except PenstockError as error:
         return Outcome(failure=log_failure(batch.query, error), worker=this_worker())
+    # Where each task reads everything, and keeps its share of the keys, only one tells of it.
+    is_first = split.slot == 0
     places = {(r.stream, r.partition): None for r in (*split.ranges, *split.again)}
     return Outcome(
         pieces=tuple(piece for outcome in outcomes for piece in outcome.pieces),
-        rows_in=sum(len(batch) for batch in inputs) if split.slot == 0 else 0,
+        rows_in=sum(len(batch) for batch in inputs.batches) if is_first else 0,
         rows_out=sum(outcome.rows_out for outcome in outcomes),
-        rows_skipped=sum(outcome.rows_skipped for outcome in outcomes),
+        rows_skipped=sum(outcome.rows_skipped for outcome in outcomes)
+        + (len(inputs.damaged) if is_first else 0),
         worker=this_worker(),
         partitions=tuple(places),
-        hops=tuple(_hops(inputs)) if split.slot == 0 else (),
+        hops=tuple(_hops(inputs.batches)) if is_first else (),
         unacknowledged=tuple(u for outcome in outcomes for u in outcome.unacknowledged),
         timers=tuple(t for outcome in outcomes for t in outcome.timers),
     )
@@ -147,16 +162,28 @@ def log_failure(query: str, error: PenstockError) -> Failure:
     )
 
 
-def read_split(log: Log, split: Split) -> Iterator[Batch]:
+def read_split(log: Log, batch: BatchOrder, split: Split) -> Inputs:
     """The events of a split: in order of offset; of several partitions, in order of commit."""
+    damaged: list[DamagedError] = []
+    found: list[Batch] = []
     for range_ in split.again:
-        yield from log.read(range_.stream, range_.partition, range_.start, range_.end)
-    sources = [log.read(r.stream, r.partition, r.start, r.end) for r in split.ranges]
+        found += read_range(log, batch, range_, damaged)
+    sources = [read_range(log, batch, range_, damaged) for range_ in split.ranges]
     if len(sources) == 1:
-        yield from sources[0]
+        found += sources[0]
     else:
         runs = [_by_commit(source) for source in sources]
-        yield from heapq.merge(*runs, key=lambda batch: batch.commit)
+        found += heapq.merge(*runs, key=lambda batch: batch.commit)
+    return Inputs(found, damaged)
+
+
+def read_range(
+    log: Log, batch: BatchOrder, range_: Range, damaged: list[DamagedError]
+) -> Iterator[Batch]:
+    """The events of a range. What is damaged is noted, where it may be left out, or raised."""
+    if range_.stream not in batch.past:
+        return log.read(*range_)
+    return read_past(log, *range_, damaged.append)
 
 
 def _by_commit(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -167,14 +167,30 @@ def _pass(
 def _partition(
     log: Log, stream: str, partition: int, positions: dict[int, int], options: ReadOptions
 ) -> Iterator[Batch]:
-    while True:
+    def note(damage: DamagedError) -> None:
+        if options.on_damage is None:
+            raise damage
+        options.on_damage(damage)
+        positions[partition] = damage.last_offset + 1
+
+    for batch in read_past(log, stream, partition, positions[partition], None, note):
+        positions[partition] = batch.next_offset
+        yield batch
+
+
+def read_past(
+    log: Log,
+    stream: str,
+    partition: int,
+    start: int,
+    end: int | None,
+    on_damage: Callable[[DamagedError], object],
+) -> Iterator[Batch]:
+    """What `Log.read` gives; goes on behind what is damaged, having told of it."""
+    while end is None or start < end:
         try:
-            for batch in log.read(stream, partition, positions[partition]):
-                positions[partition] = batch.next_offset
-                yield batch
+            yield from log.read(stream, partition, start, end)
             return
         except DamagedError as damage:
-            if options.on_damage is None:
-                raise
-            options.on_damage(damage)
-            positions[partition] = damage.last_offset + 1
+            on_damage(damage)
+            start = damage.last_offset + 1

@@ -19,7 +19,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 from penstock.app.definitions import Definition, Derivation, StreamJoin
 from penstock.app.streams import AppStream
 from penstock.app.tables import AppTable
-from penstock.app.task import BatchOrder, Outcome, log_failure, this_worker
+from penstock.app.task import BatchOrder, Outcome, log_failure, read_range, this_worker
 from penstock.app.windows import Windows
 from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
@@ -64,7 +64,7 @@ def read_stream(
         for index, range_ in enumerate(ranges):
             # Neighbours to one task, so that what it stages is in order.
             if index * tasks // len(ranges) in mine:
-                for found in log.read(*range_):
+                for found in read_range(log, order, range_, []):
                     yield for_spark(found, wanted)
 
     return spark.range(0, tasks, 1, tasks).mapInArrow(read, schema)

@@ -30,6 +30,7 @@ from penstock.app.splits import cuts
 from penstock.errors import DamagedError, OffsetGoneError, UsageError
 from penstock.log.api import Log, Offsets
 from penstock.log.objects import Stream
+from penstock.log.read import read_past
 from penstock.log.table import unpacker
 from penstock.records.arrow import codec_of_schema
 from penstock.records.event import DATA, DELETED, ENVELOPE
@@ -130,17 +131,18 @@ class _RangeReader:
         start, end = partition.start, partition.end
         while start < end:
             try:
-                for batch in log.read(self._options.stream, partition.partition, start, end):
+                place = (self._options.stream, partition.partition)
+                for batch in read_past(log, *place, start, end, self._note):
                     yield for_spark(batch, wanted)
                 return
             except OffsetGoneError as gone:
                 if self._options.on_gone == "fail":
                     raise
                 start = end if self._options.on_gone == "latest" else gone.earliest
-            except DamagedError as damage:
-                if self._options.on_damage == "fail":
-                    raise
-                start = damage.last_offset + 1
+
+    def _note(self, damage: DamagedError) -> None:
+        if self._options.on_damage == "fail":
+            raise damage
 
     def _checked_start(self, log: Log, start: Mapping[int, int]) -> dict[int, int]:
         """The start, where it is still there; else what `on_gone` says."""

@@ -144,6 +144,8 @@ class StatefulQuery:
             names = ",".join(shape.columns[stream.name].names)
             settings = {"columns": names, "wait_ms": str(WAIT_MS)}
             settings["batch_rows"] = str(self._batch_rows_max // len(shape.streams) or 1)
+            if stream.on_damage != "stop":
+                settings["on_damage"] = "skip"
             if self.position.sequence < 0 and stream.name in self.position.next:
                 start = msgspec.json.encode(self.position.next[stream.name]).decode()
                 settings["start"] = start
@@ -253,6 +255,7 @@ class StatefulQuery:
         return BatchOrder(
             query=self.name, holder=self._holder, sequence=number,
             now_us=time.time_ns() // 1000, splits=(Split(number=0, ranges=tuple(ranges)),),
+            past=self._shape.definition.past,
         )  # fmt: skip
 
     def _staged(self, frame: DataFrame, stream: str) -> DataFrame:

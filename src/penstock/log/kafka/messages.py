@@ -187,6 +187,7 @@ def _around(
             f"stream {stream.name}, partition {partition}: the message at offset {offset} is no "
             f"{stream.type}: {reason}",
             str(stream.name), partition, offset, offset,
+            key=messages[row].key(), data=messages[row].value(),
         )  # fmt: skip
         at = row + 1
     if at < len(messages):
