@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from penstock import (
     AppStream,
     Context,
     CreateStream,
+    DeadLetter,
     Entry,
     Producer,
     Transaction,
@@ -257,6 +258,6 @@ def test_what_cannot_be_read_is_left_out_if_told(tmp_path: Path, on_damage: str)
         run.until_idle()
         assert run.events(alerts) == [Alert("ada", "tea")]
         if on_damage == "dead-letter":
-            (letter,) = run.events(app.streams["orders_dead"])
+            (letter,) = run.events(cast(AppStream[DeadLetter], app.streams["orders_dead"]))
             assert (letter.stream, letter.offset, letter.data) == ("orders", 0, "")
             assert "offsets 0 to 499 are damaged" in letter.error

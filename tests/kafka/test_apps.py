@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -11,7 +11,10 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from penstock import (
     App,
+    AppStream,
+    AppTable,
     CreateStream,
+    DeadLetter,
     Entry,
     Log,
     Producer,
@@ -156,8 +159,9 @@ def test_bad_messages_become_dead_letters(
         run.until_idle()
         assert run.table(spent) == {"ada": 15}
         assert [order.amount for order in run.events(copied)] == [1, 2, 4, 8]
-        assert {key: row.count for key, row in run.table(counted).items()} == {"ada": 4}
-        letters = run.events(app.streams["orders_dead"])
+        counts = run.table(cast(AppTable[Any], counted))
+        assert {key: row.count for key, row in counts.items()} == {"ada": 4}
+        letters = run.events(cast(AppStream[DeadLetter], app.streams["orders_dead"]))
     assert [(letter.offset, letter.data) for letter in letters] == [
         (0, "no json"), (1, "[]"), (4, "{}"), (6, "null"), (8, '{"user": 3}')
     ]  # fmt: skip

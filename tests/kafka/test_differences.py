@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -11,14 +12,17 @@ from penstock import (
     AlterStream,
     Commit,
     CreateStream,
+    DropStream,
     Log,
     Producer,
+    Table,
     Transaction,
     declare,
     read_events,
 )
 from penstock import open as open_log
 from penstock.errors import ClosedError, LogFormatError, PenstockError, PieceError, UsageError
+from penstock.log.kafka.log import KafkaLog
 from penstock.testing.brokers import Brokers
 from penstock.testing.contract import Order, create, make_part, orders
 
@@ -132,3 +136,28 @@ def test_a_dropped_stream_may_come_back_in_the_same_change(kafka: Log) -> None:
     with Producer(kafka) as producer:
         producer.send("s", Order("a", 2))
     assert [event.data.amount for event in orders(kafka, "s")] == [2]
+
+
+def test_the_local_file_keeps_only_what_is_there(url: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    other.write_bytes(b"")
+    recent = tmp_path / "recent.db"
+    recent.write_bytes(b"")
+    os.utime(other, (0, 0))
+    with open_log(url, create=True, cache=str(tmp_path), upkeep_interval_ms=0) as log:
+        create(log, "s", ids="producer", key=None, retention_ms=3_600_000)
+        create(log, "t", table=True)
+        with Transaction(log) as tx:
+            tx.send("t", Order("a", 1))
+        for name in ("old", "new", "newer"):  # a commit takes in the ids of those before it
+            with Transaction(log) as tx:
+                tx.send("s", Order("a", 1), id=name)
+        assert len(list(Table(log, "t").items())) == 1
+        held = cast(KafkaLog, log)._tables.store._connection()
+        held.execute("UPDATE ids SET time_us = time_us - 7200000000 WHERE id = 'old'")
+        log.apply([DropStream("t")])
+        log.maintain()
+        assert held.execute("SELECT id FROM ids").fetchall() == [("new",)]
+        assert held.execute("SELECT count(*) FROM versions").fetchall() == [(0,)]
+        assert not other.exists()
+        assert recent.exists()

@@ -2,6 +2,7 @@
 
 from penstock.app.app import App
 from penstock.app.context import Context, TableView
+from penstock.app.definitions import DeadLetter
 from penstock.app.entry import Entry, WindowedEntry
 from penstock.app.feeds import Channel
 from penstock.app.streams import AppStream, Emit
@@ -14,6 +15,7 @@ __all__ = [
     "AppTable",
     "Channel",
     "Context",
+    "DeadLetter",
     "Emit",
     "Entry",
     "TableView",

@@ -37,6 +37,8 @@ KEPT_US = 3_700_000_000
 """Older versions are kept for as long as an app's batch may hold a pin."""
 STALE_US = 20 * 3600 * 1_000_000
 """Compaction leaves deletions alone for a day; a file not used for so long may lack some."""
+UNUSED_US = 30 * 24 * 3600 * 1_000_000
+"""Files of other logs that nobody touched for so long are removed."""
 Read = Callable[[Stream, int, int, int], Iterator[Batch]]
 Row = tuple[Any, ...]
 
@@ -156,7 +158,8 @@ class Store:
     ) -> int:
         """Take a batch in; returns before which offset versions were let go."""
         if stream.spec.ids == "producer":
-            rows = Rows(connection, batch.runs[0].time_us)
+            # No older than any of them: an id must not be forgotten before its event is.
+            rows = Rows(connection, batch.runs[-1].time_us)
             take_new(rows, stream.id, batch.ids().to_pylist())
         if stream.spec.table:
             return self._save_entries(connection, stream, partition, batch)
@@ -271,6 +274,36 @@ class Store:
         connection = self._connection()
         with self._writing(connection, undo=True):
             return take_new(Rows(connection, 0), stream.id, ids)
+
+    # Upkeep
+
+    def forget_ids(self, stream: Stream, before_us: int) -> None:
+        """Forget ids of events that are gone; integers stay, as ranges they take little."""
+        connection = self._connection()
+        with self._writing(connection):
+            self._run(connection, "forget_ids", stream.id, before_us)
+
+    def forget_others(self, streams: Sequence[Stream]) -> None:
+        """Forget what belongs to streams that are no more."""
+        kept = msgspec.json.encode([stream.id for stream in streams]).decode()
+        connection = self._connection()
+        with self._writing(connection):
+            for table in ("places", "marks", "versions", "id_ranges", "ids"):
+                connection.execute(
+                    f"DELETE FROM {table} WHERE stream_id NOT IN (SELECT value FROM json_each(?))",  # noqa: S608
+                    (kept,),
+                )
+
+    def remove_unused(self) -> None:
+        """Remove the files of logs that nobody has used here for long."""
+        if self.path is None or not self.path.parent.exists():
+            return
+        for path in self.path.parent.glob("*.db"):
+            parts = [path.with_name(f"{path.name}{suffix}") for suffix in ("", "-wal", "-shm")]
+            used_s = max((p.stat().st_mtime for p in parts if p.exists()), default=0.0)
+            if path != self.path and used_s * 1e6 < now_us() - UNUSED_US:
+                for part in parts:
+                    part.unlink(missing_ok=True)
 
     # Inside
 

@@ -18,6 +18,7 @@ from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line
 from penstock.log.kafka.messages import offset_of
 from penstock.log.kafka.session import Sessions, TakenError, UnknownError
 from penstock.log.kafka.staging import PARTITIONS, Place, Staging, Tag
+from penstock.log.kafka.store import Store
 from penstock.log.kafka.writing import explained
 from penstock.log.objects import Stream
 from penstock.records.event import now_us
@@ -29,15 +30,18 @@ class Housekeeper:
     """Carries out rounds of upkeep; beside readers and writers, and beside others of its kind."""
 
     def __init__(
-        self, cluster: Cluster, sessions: Sessions, ledger: Ledger, staging: Staging
+        self, cluster: Cluster, sessions: Sessions, ledger: Ledger, staging: Staging, store: Store
     ) -> None:
         self._cluster = cluster
         self._sessions = sessions
         self._ledger = ledger
         self._staging = staging
+        self._store = store
 
     def round(self, streams: Sequence[Stream]) -> Upkeep:
         expired = sum(self._expire(stream) for stream in streams)
+        self._store.forget_others(streams)
+        self._store.remove_unused()
         # What is staged after this belongs to holders that the ledger may not have yet.
         ends = self._cluster.ends(self._staged(), committed=True)
         producers = dict(self._ledger.producers())
@@ -64,7 +68,10 @@ class Housekeeper:
             until = ends[place] if found is None else min(found, ends[place])
             if until > firsts[place]:
                 due.append(TopicPartition(*place, until))
-        return self._remove(due)
+        removed = self._remove(due)
+        if stream.spec.ids == "producer":
+            self._store.forget_ids(stream, before_ms * 1000)
+        return removed
 
     def _remove(self, before: Sequence[TopicPartition]) -> int:
         if before:
