@@ -244,3 +244,9 @@ class DeliveryTimeoutError(PenstockError):
 
     code = "delivery_timeout"
     retriable = True
+
+
+class ProtocolError(PenstockError):
+    """A peer sent what the connector protocol does not have, or not there."""
+
+    code = "protocol"

@@ -1,0 +1,1 @@
+"""Connectors: sources and sinks as ordinary programs, with points of reference and two phases."""

@@ -1,0 +1,401 @@
+"""The connector protocol's frames and messages as data: encoded, decoded, and parsed from a stream
+of bytes. No input or output here.
+
+A frame is `u32 length | u8 tag | body`, everything big-endian; texts are a `u16` length and UTF-8.
+Two-phase-commit messages travel as the payload of a `Message` of stream 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from penstock.errors import ProtocolError
+
+NEVER: Final = 2**64 - 1
+"""The point of reference of a stream that was never seen."""
+SOURCE_VERSION: Final = "0.0.1"
+SINK_VERSION: Final = "v0.0.1"
+VERSIONS: Final = (SOURCE_VERSION, SINK_VERSION)
+FRAME_BYTES_MAX: Final = 1 << 20
+TEXT_BYTES_MAX: Final = 0xFFFF
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """Opens a connection: who speaks, and that it may."""
+
+    version: str
+    cookie: str
+    program: str
+    instance: str
+
+
+class Ok(msgspec.Struct, frozen=True):
+    """Answers `Hello`: how many frames may be sent."""
+
+    credits: int
+
+
+class Error(msgspec.Struct, frozen=True):
+    """Says why the connection is closed now."""
+
+    message: str
+
+
+class Notify(msgspec.Struct, frozen=True):
+    """Asks for a stream."""
+
+    stream_id: int
+    name: str
+    point_of_ref: int
+
+
+class NotifyAck(msgspec.Struct, frozen=True):
+    """Answers `Notify`: whether the stream is given, and after which message to go on."""
+
+    success: bool
+    stream_id: int
+    point_of_ref: int
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A message of a stream; of stream 0, one of the two-phase commit."""
+
+    stream_id: int
+    message_id: int
+    event_time: int
+    key: bytes | None
+    payload: bytes
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """Grants credits, and says up to which message each stream is safe, that one included."""
+
+    credits: int
+    points: tuple[tuple[int, int], ...]
+
+
+class Restart(msgspec.Struct, frozen=True):
+    """Sends the connector away: to another address, or to the same one again."""
+
+    address: str = ""
+
+
+class Eos(msgspec.Struct, frozen=True):
+    """Gives a stream back."""
+
+    stream_id: int
+
+
+class WorkersLeft(msgspec.Struct, frozen=True):
+    """Workers that will not come back."""
+
+    rtag: int
+    workers: tuple[str, ...]
+
+
+class ListUncommitted(msgspec.Struct, frozen=True):
+    """Asks a sink which transactions it has voted for and not heard the outcome of."""
+
+    rtag: int
+
+
+class ReplyUncommitted(msgspec.Struct, frozen=True):
+    """Answers `ListUncommitted`."""
+
+    rtag: int
+    transactions: tuple[str, ...]
+
+
+class Phase1(msgspec.Struct, frozen=True):
+    """Asks for a vote on stretches of streams: `(stream_id, start, end)`."""
+
+    transaction: str
+    stretches: tuple[tuple[int, int, int], ...]
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Votes."""
+
+    transaction: str
+    commit: bool
+
+
+class Phase2(msgspec.Struct, frozen=True):
+    """Tells the outcome."""
+
+    transaction: str
+    commit: bool
+
+
+Frame = Hello | Ok | Error | Notify | NotifyAck | Message | Ack | Restart | Eos | WorkersLeft
+TwoPhase = ListUncommitted | ReplyUncommitted | Phase1 | Reply | Phase2 | WorkersLeft
+T = TypeVar("T")
+
+_MESSAGE = struct.Struct(">QQqH")
+_LENGTH = struct.Struct(">I")
+_MESSAGE_TAG = 5
+
+
+def stream_id(name: str) -> int:
+    """The id of a stream, the same wherever it is computed."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)
+
+
+# Encoding
+
+
+def encode(frame: Frame) -> bytes:
+    """A frame as bytes. Raises `ProtocolError` for a text that is too long for it."""
+    if type(frame) is Message:
+        return encode_message(frame)
+    tag, write = _ENCODERS[type(frame)]
+    body = write(frame)
+    return _LENGTH.pack(len(body) + 1) + bytes([tag]) + body
+
+
+def encode_message(message: Message) -> bytes:
+    key = message.key or b""
+    if len(key) > TEXT_BYTES_MAX:
+        raise ProtocolError(f"a key has {len(key)} bytes; it may have {TEXT_BYTES_MAX}")
+    return b"".join((
+        _LENGTH.pack(1 + _MESSAGE.size + len(key) + len(message.payload)),
+        b"\x05",
+        _MESSAGE.pack(message.stream_id, message.message_id, message.event_time, len(key)),
+        key,
+        message.payload,
+    ))  # fmt: skip
+
+
+def encode_two_phase(message: TwoPhase) -> bytes:
+    """A message of the two-phase commit, in the frame it travels in."""
+    return encode(Message(0, 0, 0, None, two_phase_payload(message)))
+
+
+def two_phase_payload(message: TwoPhase) -> bytes:
+    tag, write = _TWO_PHASE_ENCODERS[type(message)]
+    return bytes([tag]) + write(message)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    if len(data) > TEXT_BYTES_MAX:
+        raise ProtocolError(f"a text has {len(data)} bytes; it may have {TEXT_BYTES_MAX}")
+    return struct.pack(">H", len(data)) + data
+
+
+def _whole(number: int) -> bytes:
+    return struct.pack(">Q", number)
+
+
+def _many(items: Iterable[bytes]) -> bytes:
+    found = list(items)
+    return _LENGTH.pack(len(found)) + b"".join(found)
+
+
+def _texts(frame: Any) -> bytes:
+    return b"".join(_text(getattr(frame, name)) for name in frame.__struct_fields__)
+
+
+def _ack(frame: Ack) -> bytes:
+    return _LENGTH.pack(frame.credits) + _many(struct.pack(">QQ", *p) for p in frame.points)
+
+
+def _restart(frame: Restart) -> bytes:
+    address = frame.address.encode()
+    return _LENGTH.pack(len(address)) + address
+
+
+def _left(frame: WorkersLeft) -> bytes:
+    return _whole(frame.rtag) + _many(map(_text, frame.workers))
+
+
+def _phase1(frame: Phase1) -> bytes:
+    return _text(frame.transaction) + _many(struct.pack(">QQQ", *s) for s in frame.stretches)
+
+
+def _decided(frame: Reply | Phase2) -> bytes:
+    return _text(frame.transaction) + bytes([frame.commit])
+
+
+_ENCODERS: dict[type, tuple[int, Callable[[Any], bytes]]] = {
+    Hello: (0, _texts),
+    Ok: (1, lambda f: _LENGTH.pack(f.credits)),
+    Error: (2, _texts),
+    Notify: (3, lambda f: _whole(f.stream_id) + _text(f.name) + _whole(f.point_of_ref)),
+    NotifyAck: (4, lambda f: struct.pack(">?QQ", f.success, f.stream_id, f.point_of_ref)),
+    Ack: (6, _ack),
+    Restart: (7, _restart),
+    Eos: (8, lambda f: _whole(f.stream_id)),
+}
+
+_TWO_PHASE_ENCODERS: dict[type, tuple[int, Callable[[Any], bytes]]] = {
+    ListUncommitted: (201, lambda m: _whole(m.rtag)),
+    ReplyUncommitted: (202, lambda m: _whole(m.rtag) + _many(map(_text, m.transactions))),
+    Phase1: (203, _phase1),
+    Reply: (204, _decided),
+    Phase2: (205, _decided),
+    WorkersLeft: (206, _left),
+}
+
+
+# Decoding
+
+
+class Parser:
+    """Turns bytes, cut anywhere, into frames.
+
+    Holds at most one frame that is not whole yet, which `frame_bytes_max` limits.
+    """
+
+    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self._most = frame_bytes_max
+        self._held: list[bytes] = []
+        self._size = 0
+        self._needed = _LENGTH.size
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are whole now. Raises `ProtocolError`; the stream is lost then."""
+        self._held.append(data)
+        self._size += len(data)
+        if self._size < self._needed:
+            return []
+        data = b"".join(self._held) if len(self._held) > 1 else data
+        frames: list[Frame] = []
+        at, size = 0, len(data)
+        while at + 4 <= size:
+            (length,) = _LENGTH.unpack_from(data, at)
+            if not 1 <= length <= self._most:
+                raise ProtocolError(f"a frame of {length} bytes; it may have 1 to {self._most}")
+            end = at + 4 + length
+            if end > size:
+                self._needed = 4 + length
+                break
+            frames.append(_frame(data, at + 4, end))
+            at = end
+        else:
+            self._needed = _LENGTH.size
+        self._held = [data[at:]] if at < size else []
+        self._size = size - at
+        return frames
+
+
+def decode(data: bytes) -> Frame:
+    """The one frame that these bytes are."""
+    frames = (parser := Parser(max(1, len(data)))).feed(data)
+    if len(frames) != 1 or parser._size:
+        raise ProtocolError(f"{len(data)} bytes are not one frame")
+    return frames[0]
+
+
+def two_phase(message: Message) -> TwoPhase | None:
+    """What a message says about a transaction; `None` for one of a stream."""
+    if message.stream_id:
+        return None
+    if message.message_id or message.event_time or message.key:
+        raise ProtocolError("a message of stream 0 that is none of the two-phase commit")
+    return decode_two_phase(message.payload)
+
+
+def decode_two_phase(payload: bytes) -> TwoPhase:
+    body = _Body(payload, 0, len(payload))
+    tag = body.take(1)[0]
+    read = _TWO_PHASE_DECODERS.get(tag)
+    if read is None:
+        raise ProtocolError(f"there is no message of the two-phase commit with tag {tag}")
+    found = read(body)
+    body.check_end(type(found).__name__)
+    return found
+
+
+def _frame(data: bytes, start: int, end: int) -> Frame:
+    tag = data[start]
+    if tag == _MESSAGE_TAG:
+        return _message(data, start + 1, end)
+    read = _DECODERS.get(tag)
+    if read is None:
+        raise ProtocolError(f"there is no frame with tag {tag}")
+    body = _Body(data, start + 1, end)
+    found = read(body)
+    body.check_end(type(found).__name__)
+    return found
+
+
+def _message(data: bytes, at: int, end: int) -> Message:
+    if end - at < _MESSAGE.size:
+        raise ProtocolError("a Message that is too short for its fields")
+    stream, number, time, key_size = _MESSAGE.unpack_from(data, at)
+    at += _MESSAGE.size
+    split = at + key_size
+    if split > end:
+        raise ProtocolError("a Message whose key runs past its frame")
+    return Message(stream, number, time, data[at:split] if key_size else None, data[split:end])
+
+
+class _Body:
+    """Takes a body apart; every length is checked against its end."""
+
+    def __init__(self, data: bytes, start: int, end: int) -> None:
+        self._data = data
+        self._at = start
+        self._end = end
+
+    def take(self, size: int) -> bytes:
+        if self._at + size > self._end:
+            raise ProtocolError("a length runs past the frame it is in")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def whole(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "big")
+
+    def text(self, length_bytes: int = 2) -> str:
+        try:
+            return self.take(self.whole(length_bytes)).decode()
+        except UnicodeDecodeError:
+            raise ProtocolError("a text that is no UTF-8") from None
+
+    def many(self, read: Callable[[], T], size_min: int) -> tuple[T, ...]:
+        """So many items; a number that cannot fit is refused before anything is made."""
+        count = self.whole(4)
+        if count * size_min > self._end - self._at:
+            raise ProtocolError(f"{count} items do not fit into the frame they are in")
+        return tuple(read() for _ in range(count))
+
+    @property
+    def is_over(self) -> bool:
+        return self._at == self._end
+
+    def check_end(self, name: str) -> None:
+        if not self.is_over:
+            raise ProtocolError(f"{self._end - self._at} bytes too many in {name}")
+
+
+def _read_left(body: _Body) -> WorkersLeft:
+    return WorkersLeft(body.whole(8), body.many(body.text, 2))
+
+
+_DECODERS: dict[int, Callable[[_Body], Frame]] = {
+    0: lambda b: Hello(b.text(), b.text(), b.text(), b.text()),
+    1: lambda b: Ok(b.whole(4)),
+    2: lambda b: Error(b.text()),
+    3: lambda b: Notify(b.whole(8), b.text(), b.whole(8)),
+    4: lambda b: NotifyAck(bool(b.whole(1)), b.whole(8), b.whole(8)),
+    6: lambda b: Ack(b.whole(4), b.many(lambda: (b.whole(8), b.whole(8)), 16)),
+    7: lambda b: Restart("" if b.is_over else b.text(4)),
+    8: lambda b: Eos(b.whole(8)),
+    9: _read_left,
+}
+
+_TWO_PHASE_DECODERS: dict[int, Callable[[_Body], TwoPhase]] = {
+    201: lambda b: ListUncommitted(b.whole(8)),
+    202: lambda b: ReplyUncommitted(b.whole(8), b.many(b.text, 2)),
+    203: lambda b: Phase1(b.text(), b.many(lambda: (b.whole(8), b.whole(8), b.whole(8)), 24)),
+    204: lambda b: Reply(b.text(), bool(b.whole(1))),
+    205: lambda b: Phase2(b.text(), bool(b.whole(1))),
+    206: _read_left,
+}
