@@ -250,3 +250,9 @@ class ProtocolError(PenstockError):
     """A peer sent what the connector protocol does not have, or not there."""
 
     code = "protocol"
+
+
+class ConnectorError(PenstockError):
+    """A connector cannot go on: the other side refuses it."""
+
+    code = "connector"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Literal
 
 import typer
@@ -32,7 +29,7 @@ from penstock.cli.options import (
     open_named,
     parse_options,
 )
-from penstock.cli.output import note, say, say_json, stderr, table
+from penstock.cli.output import note, say, say_json, stderr, stopping, table
 from penstock.errors import UsageError
 
 REFRESH_S = 0.5
@@ -103,7 +100,8 @@ def run(  # noqa: PLR0913  a parameter for each option
     plan(loaded).only(only or [])
     conf = dict(_setting(item) for item in settings or [])
     stop = threading.Event()
-    with open_named(context, log, log_option, create=True) as opened, _stopping(stop):
+    finishing = stopping(stop, "each query finishes its batch")
+    with open_named(context, log, log_option, create=True) as opened, finishing:
         note(f"starting {loaded.name} on Spark ({master}) …")
         # Spark is loaded only by those who run an app.
         from penstock.spark.running import running
@@ -132,27 +130,6 @@ def _checkpoints(context: typer.Context, log: str | None, given: Path | None) ->
     if given is not None:
         return given.resolve()
     return default_checkpoints(log_url(context, log))
-
-
-@contextlib.contextmanager
-def _stopping(stop: threading.Event) -> Iterator[None]:
-    """Signals set `stop`, the second one interrupts."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        del frame
-        if stop.is_set():
-            raise KeyboardInterrupt
-        note(f"stopping (signal {number}): each query finishes its batch …")
-        stop.set()
-
-    before = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _watch(runner: Runner, stop: threading.Event, *, until_idle: bool, as_json: bool) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 import penstock
-from penstock.cli import apps, clusters, events, objects, upkeep
+from penstock.cli import apps, clusters, connectors, events, objects, upkeep
 from penstock.cli.options import LogOption, Settings
 from penstock.cli.output import OutputClosedError
 from penstock.errors import PenstockError, UsageError
@@ -47,6 +47,7 @@ events.register(app)
 apps.register(app)
 upkeep.register(app)
 clusters.register(app)
+connectors.register(app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -6,8 +6,11 @@ Results go to standard output, everything else (progress, notes, errors) to stan
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -73,3 +76,24 @@ def progress_bar(what: str) -> Iterator[Report]:
     with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def stopping(stop: threading.Event, what: str) -> Iterator[None]:
+    """Signals set `stop`, the second one interrupts."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        if stop.is_set():
+            raise KeyboardInterrupt
+        note(f"stopping (signal {number}): {what} …")
+        stop.set()
+
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -252,3 +252,29 @@ def _decoder(schema: Schema) -> msgspec.json.Decoder[list[Record]]:
     """Of many documents at once; a field that was added later is `None` in older ones."""
     kind = types.GenericAlias(list, (record_type(schema, strict=False),))
     return cast(msgspec.json.Decoder[list[Record]], msgspec.json.Decoder(kind))
+
+
+def not_json(values: Sequence[bytes | None]) -> list[tuple[int, str]]:
+    """Which of these are no JSON texts, and why; a `None` is let pass."""
+    if _are_json([value for value in values if value is not None]):
+        return []
+    return [(row, why) for row, value in enumerate(values) if (why := _why_no_json(value))]
+
+
+def _are_json(values: Sequence[bytes]) -> bool:
+    try:
+        found = msgspec.json.decode(b"[" + b",".join(values) + b"]", type=list[msgspec.Raw])
+        pa.array(values, pa.binary()).cast(pa.string())
+    except (msgspec.DecodeError, UnicodeDecodeError, pa.ArrowInvalid):
+        return False
+    return len(found) == len(values)
+
+
+def _why_no_json(value: bytes | None) -> str:
+    try:
+        if value is not None:
+            value.decode()
+            msgspec.json.decode(value, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return str(error)
+    return ""

@@ -21,7 +21,7 @@ from penstock.log.batch import Batch, Run
 from penstock.log.objects import Stream
 from penstock.records.arrow import UTC_MICROSECONDS, arrow_schema, nullable
 from penstock.records.cloudevents import BINARY, JSON, SPEC_VERSION
-from penstock.records.documents import from_documents, to_documents
+from penstock.records.documents import from_documents, not_json, to_documents
 from penstock.records.event import (
     DATA,
     DELETED,
@@ -200,32 +200,11 @@ def _untyped(
     """JSON or bytes as they are; what should be JSON and is not is told of."""
     if stream.spec.content == "bytes":
         return pa.record_batch({DATA: pa.array(values, pa.binary())}), []
-    wrong: list[tuple[int, str]] = []
-    if not _are_json([value for value in values if value is not None]):
-        wrong = [(row, why) for row, value in enumerate(values) if (why := _why_no_json(value))]
+    wrong = not_json(values)
     if not stream.spec.table:
         wrong += [(row, "it has no value") for row, value in enumerate(values) if value is None]
     kept = values if not wrong else [None] * len(values)
     return pa.record_batch({DATA: pa.array(kept, pa.binary()).cast(pa.string())}), wrong
-
-
-def _are_json(values: Sequence[bytes]) -> bool:
-    try:
-        found = msgspec.json.decode(b"[" + b",".join(values) + b"]", type=list[msgspec.Raw])
-        pa.array(values, pa.binary()).cast(pa.string())
-    except (msgspec.DecodeError, UnicodeDecodeError, pa.ArrowInvalid):
-        return False
-    return len(found) == len(values)
-
-
-def _why_no_json(value: bytes | None) -> str:
-    try:
-        if value is not None:
-            value.decode()
-            msgspec.json.decode(value, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return str(error)
-    return ""
 
 
 def _with_deleted(

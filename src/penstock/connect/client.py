@@ -1,0 +1,138 @@
+"""One connection as a source connector sees it: a state machine without input or output.
+
+Start --Notify--> NotifySent --NotifyAck--> Open | Refused
+Open --Eos--> Ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from penstock.connect import wire
+
+StreamState = Literal["start", "asked", "open", "refused", "ended"]
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """The stream is ours; `point_of_ref` is the last message that is safe, `None` if none is."""
+
+    name: str
+    point_of_ref: int | None
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Another connector has the stream."""
+
+    name: str
+
+
+class Progressed(msgspec.Struct, frozen=True):
+    """The stream is safe up to this message, that one included."""
+
+    name: str
+    point_of_ref: int
+
+
+class Restarted(msgspec.Struct, frozen=True):
+    """Come again: at another address, or at the same if it is empty."""
+
+    address: str
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The listener refuses to go on."""
+
+    reason: str
+
+
+News = Opened | Refused | Progressed | Restarted | Failed
+
+
+class Greeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a connector says it is."""
+
+    program: str
+    instance: str
+    cookie: str = ""
+
+
+class ClientSession:
+    """State of a connection; a new one for each. Not for several threads at once."""
+
+    def __init__(self, greeting: Greeting) -> None:
+        self._greeting = greeting
+        self.is_streaming = False
+        self.credits = 0
+        self.states: dict[str, StreamState] = {}
+        self._names: dict[int, str] = {}
+
+    def hello(self) -> wire.Hello:
+        """What to send first."""
+        who = self._greeting
+        return wire.Hello(wire.SOURCE_VERSION, who.cookie, who.program, who.instance)
+
+    def ask(self, name: str) -> wire.Notify | None:
+        """The frame that asks for a stream; `None` if there are no credits for it now."""
+        if not self._spend():
+            return None
+        number = wire.stream_id(name)
+        self._names[number] = name
+        self.states[name] = "asked"
+        return wire.Notify(number, name, 0)
+
+    def end(self, name: str) -> wire.Eos | None:
+        """The frame that gives a stream back; `None` if there are no credits for it now."""
+        if not self._spend():
+            return None
+        self.states[name] = "ended"
+        return wire.Eos(wire.stream_id(name))
+
+    def spend(self, count: int) -> int:
+        """So many messages may be sent now."""
+        allowed = min(count, self.credits)
+        self.credits -= allowed
+        return allowed
+
+    def _spend(self) -> bool:
+        return self.is_streaming and self.spend(1) == 1
+
+    def receive(self, frames: Iterable[wire.Frame]) -> list[News]:
+        """What frames say; nothing behind a `Failed` or `Restarted` counts."""
+        news: list[News] = []
+        for frame in frames:
+            found = self._received(frame)
+            news += found
+            if found and isinstance(found[0], Failed | Restarted):
+                break
+        return news
+
+    def _received(self, frame: wire.Frame) -> list[News]:
+        match frame:
+            case wire.Ok(credits=granted) if not self.is_streaming:
+                self.is_streaming = True
+                self.credits = granted
+                return []
+            case wire.Error(message=message):
+                return [Failed(message)]
+            case wire.Restart(address=address):
+                return [Restarted(address)]
+            case wire.NotifyAck() if self.is_streaming:
+                return self._answered(frame)
+            case wire.Ack(credits=granted, points=points) if self.is_streaming:
+                self.credits += granted
+                known = [(self._names.get(number), point) for number, point in points]
+                return [Progressed(name, point) for name, point in known if name is not None]
+        return [Failed(f"the listener sent {type(frame).__name__}, which is not for it to send")]
+
+    def _answered(self, frame: wire.NotifyAck) -> list[News]:
+        name = self._names.get(frame.stream_id)
+        if name is None or self.states.get(name) != "asked":
+            return [Failed(f"the listener answers for stream {frame.stream_id}, not asked for")]
+        if not frame.success:
+            self.states[name] = "refused"
+            return [Refused(name)]
+        self.states[name] = "open"
+        return [Opened(name, None if frame.point_of_ref == wire.NEVER else frame.point_of_ref)]

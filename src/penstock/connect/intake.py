@@ -1,0 +1,81 @@
+"""Messages of a connector as events of a stream: columns in, one part out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.connect.wire import Message
+from penstock.log.api import Limits, Part
+from penstock.log.compose import Composer
+from penstock.log.objects import Stream
+from penstock.records.arrow import UTC_MICROSECONDS
+from penstock.records.documents import Documents, from_documents, not_json
+from penstock.records.event import DATA
+
+
+class Wrong(NamedTuple):
+    """A message that cannot be stored, and why."""
+
+    message: Message
+    reason: str
+
+
+def to_part(
+    composer: Composer, limits: Limits, stream: Stream, name: str, messages: Sequence[Message]
+) -> tuple[Part | None, list[Wrong]]:
+    """The events that messages of the connector stream `name` are, and those that are none.
+
+    An event's id is the connector stream's name and the message's number. Its key is the
+    message's, or that name, so that what comes without a key keeps its order too; its time the
+    message's, in nanoseconds since 1970. A stream that takes its key or time from a field does so.
+    """
+    rows, wrong = _decoded(stream, messages, limits)
+    if wrong:
+        bad = dict(wrong)
+        told = [Wrong(messages[row], why) for row, why in sorted(bad.items())]
+        messages = [message for row, message in enumerate(messages) if row not in bad]
+        rows, _ = _decoded(stream, messages, limits)
+    else:
+        told = []
+    if not messages:
+        return None, told
+    columns = dict(zip(rows.schema.names, rows.columns, strict=True))
+    numbers = pa.array([message.message_id for message in messages], pa.uint64())
+    columns["_id"] = pc.binary_join_element_wise(name, numbers.cast(pa.string()), "/")
+    if stream.spec.key is None:
+        own = name.encode()
+        columns["_key"] = pa.array([message.key or own for message in messages], pa.binary())
+    if stream.spec.time is None and any(message.event_time for message in messages):
+        times = pa.array([message.event_time // 1000 or None for message in messages], pa.int64())
+        columns["_time"] = times.cast(UTC_MICROSECONDS)
+    return composer.arrow_part(stream, pa.record_batch(columns)), told
+
+
+def _decoded(stream: Stream, messages: Sequence[Message], limits: Limits) -> Documents:
+    values = [message.payload for message in messages]
+    if stream.record is not None:
+        rows, wrong = from_documents(values, stream.record)
+    else:
+        is_bytes = stream.spec.content == "bytes"
+        wrong = [] if is_bytes else not_json(values)
+        data = pa.array([] if wrong else values, pa.binary())
+        rows = pa.record_batch({DATA: data if is_bytes else data.cast(pa.string())})
+    return Documents(rows, [*wrong, *_too_large(messages, limits)])
+
+
+def _too_large(messages: Sequence[Message], limits: Limits) -> list[tuple[int, str]]:
+    most, longest = limits.event_bytes_max, limits.key_bytes_max
+    large = [
+        (row, f"its {len(message.payload)} bytes are more than {most} (event_bytes_max)")
+        for row, message in enumerate(messages)
+        if len(message.payload) > most
+    ]
+    return large + [
+        (row, f"its key's {len(message.key)} bytes are more than {longest} (key_bytes_max)")
+        for row, message in enumerate(messages)
+        if message.key is not None and len(message.key) > longest
+    ]

@@ -1,0 +1,376 @@
+"""Takes source connectors in: a socket, a thread for each connection, commits to the log.
+
+A connection's thread reads what is there, commits it, acknowledges it, and reads again. While it
+commits, more arrives: so commits are as large as the load asks for, and what a connection holds
+in memory is one read. A peer that errs loses its own connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+
+from penstock.connect import wire
+from penstock.connect.intake import Wrong, to_part
+from penstock.connect.registry import Claim, Policy, Registry, this_owner
+from penstock.connect.session import (
+    Ask,
+    Close,
+    Effect,
+    Flush,
+    Intake,
+    Release,
+    Send,
+    SourceSession,
+    Terms,
+)
+from penstock.errors import FencedError, PenstockError, ProtocolError, UsageError
+from penstock.log.api import Log
+from penstock.log.compose import Composer
+
+NAME_CHARS_MAX = 200
+READ_BYTES = 1 << 18
+GATHER_BYTES = 1 << 22
+TICK_S = 0.5
+GRACE_S = 0.25
+"""A connector that comes again at once may find its old connection not yet cleared away."""
+COMMITS_MAX = 8
+
+
+class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a listener listens.
+
+    `routes` say which stream of the log a connector stream goes to: patterns of names, the first
+    that fits. `policy` decides between two connectors that want one stream. A connection that
+    says nothing for `idle_timeout_s` before its `Hello` is closed. `on_damage` is what becomes of
+    messages that the stream cannot hold.
+    """
+
+    routes: Sequence[tuple[str, str]]
+    host: str = "127.0.0.1"
+    port: int = 0
+    cookie: str = ""
+    policy: Policy = "oldest"
+    credits: int = 32_768
+    frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    connections_max: int = 1000
+    hello_timeout_s: float = 10.0
+    send_timeout_s: float = 30.0
+    on_damage: Literal["stop", "skip"] = "stop"
+
+
+class Listener:
+    """Listens while its block lasts; leaving it lets every connection commit what it has.
+
+    with Listener(log, ListenerOptions(routes=[("*", "orders")])) as listener:
+        print(listener.address)
+    """
+
+    def __init__(
+        self, log: Log, options: ListenerOptions, tell: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.log = log
+        self.options = options
+        self.tell = tell
+        self.registry = Registry(log, options.policy)
+        self.stopping = threading.Event()
+        self.commits = ThreadPoolExecutor(COMMITS_MAX, "penstock-commit")
+        self._numbers = itertools.count(1)
+        self._connections: dict[int, _Connection] = {}
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._thread = threading.Thread(target=self._accept, name="penstock-listener")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens, the port it was given included."""
+        assert self._socket is not None  # noqa: S101  within the block
+        host, port = self._socket.getsockname()[:2]
+        return str(host), int(port)
+
+    def __enter__(self) -> Self:
+        for _, stream in self.options.routes:
+            self.log.stream(stream)
+        try:
+            self._socket = socket.create_server((self.options.host, self.options.port))
+        except OSError as error:
+            where = f"{self.options.host}:{self.options.port}"
+            raise UsageError(f"cannot listen at {where}: {error.strerror}") from error
+        self._socket.settimeout(TICK_S)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stopping.set()
+        self._thread.join()
+        with self._lock:
+            there = list(self._connections.values())
+        for connection in there:
+            connection.thread.join()
+        self.commits.shutdown()
+        assert self._socket is not None  # noqa: S101  within the block
+        self._socket.close()
+
+    def _accept(self) -> None:
+        assert self._socket is not None  # noqa: S101  within the block
+        while not self.stopping.is_set():
+            try:
+                peer, address = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                self.tell(f"a connection could not be taken: {error}")
+                self.stopping.wait(TICK_S)
+                continue
+            with self._lock:
+                is_full = len(self._connections) >= self.options.connections_max
+                number = next(self._numbers)
+                connection = _Connection(self, number, peer, f"{address[0]}:{address[1]}")
+                self._connections[number] = connection
+            connection.refuse() if is_full else connection.thread.start()
+
+    def forget(self, number: int) -> None:
+        with self._lock:
+            self._connections.pop(number, None)
+
+    def target(self, name: str) -> str | None:
+        """The stream of the log that a connector stream goes to."""
+        for pattern, stream in self.options.routes:
+            if fnmatch.fnmatchcase(name, pattern):
+                return stream
+        return None
+
+
+class _Connection:
+    """One connector: its socket around its session."""
+
+    def __init__(self, listener: Listener, number: int, peer: socket.socket, where: str) -> None:
+        options = listener.options
+        self._listener = listener
+        self._log = listener.log
+        self._number = number
+        self._socket = peer
+        self._where = where
+        self._session = SourceSession(Terms(cookie=options.cookie, credits=options.credits))
+        self._parser = wire.Parser(options.frame_bytes_max)
+        self._claims: dict[int, Claim] = {}
+        self._is_lost = False
+        self._since = time.monotonic()
+        self._composer: Composer | None = None
+        self.thread = threading.Thread(target=self._serve, name=f"penstock-source-{number}")
+
+    def refuse(self) -> None:
+        most = self._listener.options.connections_max
+        with contextlib.suppress(OSError), self._socket:
+            self._socket.settimeout(TICK_S)
+            self._socket.sendall(wire.encode(wire.Error(f"{most} connections are open already")))
+        self._listener.forget(self._number)
+
+    def _serve(self) -> None:
+        reason = "it closed the connection"
+        try:
+            with self._socket:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._socket.settimeout(TICK_S)
+                reason = self._talk()
+        except OSError as error:
+            reason = f"the connection broke: {error}"
+        except PenstockError as error:
+            reason = f"the log could not be used: {error}"
+        finally:
+            self._let_go()
+            self._listener.forget(self._number)
+            self._listener.tell(f"{self._name} is gone: {reason}")
+
+    @property
+    def _name(self) -> str:
+        session = self._session
+        who = f"{session.program} {session.instance}".strip()
+        return f"connector {who} ({self._where})" if who else f"a connection ({self._where})"
+
+    # Talking
+
+    def _talk(self) -> str:
+        while True:
+            effects = self._next()
+            is_leaving = self._is_lost or self._listener.stopping.is_set()
+            if is_leaving and self._session.state != "closed":
+                effects += [Flush(), *self._session.restart()]
+            try:
+                reason = self._carry_out(effects)
+                for claim in self._claims.values():
+                    claim.renew()
+            except FencedError:
+                reason = self._carry_out(self._session.restart())
+            except PenstockError as error:
+                self._carry_out(self._session.restart())
+                return f"the log could not be used: {error}"
+            if reason:
+                return reason
+
+    def _next(self) -> list[Effect]:
+        """What is to be done about what came, or did not come."""
+        data = self._gathered()
+        if data:
+            return self._received(data)
+        if data is not None:
+            return [] if self._is_lost else [Flush(), Close("it closed the connection")]
+        limit_s = self._listener.options.hello_timeout_s
+        if self._session.state == "connected" and time.monotonic() > self._since + limit_s:
+            return self._session.fail("no Hello came in time")
+        return []
+
+    def _gathered(self) -> bytes | None:
+        """What is there to read, once there is something; `None` if nothing came for a while."""
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except TimeoutError:
+            return None
+        if len(data) < READ_BYTES:
+            return data
+        parts = [data]
+        size = len(data)
+        while size < GATHER_BYTES:
+            try:
+                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            parts.append(data)
+            size += len(data)
+        return b"".join(parts)
+
+    def _received(self, data: bytes) -> list[Effect]:
+        try:
+            frames = self._parser.feed(data)
+        except ProtocolError as error:
+            return self._session.fail(str(error))
+        return [*self._session.receive(frames), Flush()]
+
+    def _carry_out(self, effects: Sequence[Effect]) -> str:
+        """Do what the session asks for; why it is over, if it is."""
+        queue = list(effects)
+        while queue:
+            effect = queue.pop(0)
+            match effect:
+                case Send(frame=frame):
+                    self._send(frame)
+                case Ask():
+                    queue[:0] = self._ask(effect)
+                case Flush():
+                    queue[:0] = self._flush()
+                case Release(stream_id=stream_id):
+                    self._claims.pop(stream_id).release()
+                    self._session.released(stream_id)
+                case Close(reason=reason):
+                    return reason
+        return ""
+
+    def _send(self, frame: wire.Frame) -> None:
+        self._socket.settimeout(self._listener.options.send_timeout_s)
+        self._socket.sendall(wire.encode(frame))
+        self._socket.settimeout(TICK_S)
+
+    # Streams
+
+    def _ask(self, ask: Ask) -> list[Effect]:
+        session = self._session
+        stream = self._listener.target(ask.name)
+        if not ask.name or len(ask.name) > NAME_CHARS_MAX or not ask.name.isprintable():
+            return session.fail(f"a stream's name has 1 to {NAME_CHARS_MAX} printable characters")
+        if stream is None:
+            return session.fail(f"no route of this listener takes the stream {ask.name}")
+        owner = this_owner(self._number, session.program, session.instance)
+        deadline = time.monotonic() + GRACE_S
+        take = self._listener.registry.take
+        while not isinstance(
+            found := take(ask.stream_id, ask.name, stream, owner, self._lose), Claim
+        ):
+            if time.monotonic() < deadline:
+                self._listener.stopping.wait(GRACE_S / 5)
+                continue
+            self._listener.tell(f"{self._name} asked for {ask.name}, which another one has")
+            return session.refused(ask.stream_id, found.point_of_ref)
+        self._claims[ask.stream_id] = found
+        self._listener.tell(f"{self._name} has {ask.name}")
+        return session.granted(ask.stream_id, found.record.point_of_ref)
+
+    def _lose(self) -> None:
+        """Another connection took one of the streams: wake the thread, so that it says so."""
+        self._is_lost = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def _let_go(self) -> None:
+        for claim in self._claims.values():
+            with contextlib.suppress(PenstockError):
+                claim.release()
+
+    # Messages
+
+    def _flush(self) -> list[Effect]:
+        """Commit everything that was received, each stream on its own, all at once."""
+        waiting = [intake for intake in self._session.intakes.values() if intake.messages]
+        if len(waiting) <= 1:
+            found = [self._commit(intake) for intake in waiting]
+        else:
+            found = list(self._listener.commits.map(self._commit, waiting))
+        points = [(i.stream_id, point) for i, (point, _) in zip(waiting, found, strict=True)
+                  if point is not None]  # fmt: skip
+        effects = self._session.committed(points)
+        wrong = next((wrong for _, wrong in found if wrong is not None), None)
+        if wrong is not None and self._session.state != "closed":
+            effects += self._session.fail(wrong)
+        return effects
+
+    def _commit(self, intake: Intake) -> tuple[int | None, str | None]:
+        """Up to which message the log has it now; and what is wrong with the next one."""
+        claim = self._claims[intake.stream_id]
+        messages, dropped = intake.taken(), intake.taken_dropped()
+        stream = self._log.stream(claim.record.stream)
+        composer = self._composed()
+        part, wrong = to_part(composer, self._log.limits, stream, intake.name, messages)
+        reason = None
+        if wrong and self._listener.options.on_damage == "stop":
+            first = wrong[0].message.message_id
+            messages = [message for message in messages if message.message_id < first]
+            part, _ = to_part(composer, self._log.limits, stream, intake.name, messages)
+            reason = f"{_why(intake, wrong[0])}: it is no {stream.type} for stream {stream.name}"
+        if not messages:
+            return None, reason
+        record = msgspec.structs.replace(
+            claim.record,
+            point_of_ref=messages[-1].message_id,
+            messages=claim.record.messages + len(messages),
+            bytes=claim.record.bytes + sum(len(message.payload) for message in messages),
+            dropped=claim.record.dropped + dropped,
+        )
+        claim.save(record, [] if part is None else [part])
+        return record.point_of_ref, reason
+
+    def _composed(self) -> Composer:
+        if self._composer is None:
+            source = f"connector/{self._session.program}/{self._session.instance}"[:200]
+            self._composer = Composer(source, self._log.limits)
+        return self._composer
+
+
+def _why(intake: Intake, wrong: Wrong) -> str:
+    return f"message {wrong.message.message_id} of {intake.name}: {wrong.reason}"

@@ -1,0 +1,233 @@
+"""One source connection as Penstock sees it: a state machine without input or output.
+
+Frames go in; effects come out, in the order in which they are to be carried out. Who owns a
+stream, and whether messages are durable, is decided outside and told back.
+
+    Connected --Hello--> Streaming --Eos, Error, Restart--> Closed
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from penstock.connect import wire
+
+State = Literal["connected", "streaming", "closed"]
+EOS_DRIFT = 1
+"""Old clients do not charge the end of a stream: so many frames too many for each are let pass."""
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send this to the connector."""
+
+    frame: wire.Frame
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Find out whether the connector may have this stream; `granted` or `refused` is the answer."""
+
+    stream_id: int
+    name: str
+
+
+class Flush(msgspec.Struct, frozen=True):
+    """Make durable what was received so far, and tell with `committed`."""
+
+
+class Release(msgspec.Struct, frozen=True):
+    """The connector gave this stream back."""
+
+    stream_id: int
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Close the connection; everything it owns is free then."""
+
+    reason: str
+
+
+Effect = Send | Ask | Flush | Release | Close
+
+
+class Intake:
+    """A stream that is open on this connection, and what of it waits to be made durable."""
+
+    def __init__(self, stream_id: int, name: str, point_of_ref: int) -> None:
+        self.stream_id = stream_id
+        self.name = name
+        self.point_of_ref = point_of_ref
+        """Up to which message the log has it, that one included."""
+        self.received = point_of_ref
+        self.messages: list[wire.Message] = []
+        self.dropped = 0
+
+    def take(self, message: wire.Message) -> str | None:
+        """Keep a message; what is wrong with it, if anything."""
+        number = message.message_id
+        if self.received != wire.NEVER and number <= self.received:
+            if self.point_of_ref != wire.NEVER and number <= self.point_of_ref:
+                self.dropped += 1
+                return None
+            return f"message {number} of stream {self.name} comes after {self.received}"
+        if number == wire.NEVER:
+            return f"{number} is no number of a message"
+        self.received = number
+        self.messages.append(message)
+        return None
+
+    def taken(self) -> list[wire.Message]:
+        """What waits, to be committed now."""
+        found, self.messages = self.messages, []
+        return found
+
+    def taken_dropped(self) -> int:
+        """How many came again and were dropped since the last time."""
+        found, self.dropped = self.dropped, 0
+        return found
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a listener asks of connectors, and gives them.
+
+    `credits` is how many frames a connector may send ahead; `streams_max` how many streams one
+    connection may have.
+    """
+
+    cookie: str = ""
+    credits: int = 32_768
+    streams_max: int = 10_000
+
+
+class SourceSession:
+    """The connection's state. Not for several threads at once."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self.state: State = "connected"
+        self.program = ""
+        self.instance = ""
+        self.intakes: dict[int, Intake] = {}
+        self.credits = 0
+        """How many frames the connector may still send."""
+        self._used = 0
+        self._drift = 0
+        self._asked: dict[int, str] = {}
+
+    def receive(self, frames: Iterable[wire.Frame]) -> list[Effect]:
+        """What is to be done about frames; nothing after a `Close`."""
+        effects: list[Effect] = []
+        for frame in frames:
+            if self.state == "closed":
+                break
+            if type(frame) is wire.Message and self.state == "streaming":
+                effects += self._message(frame)
+            elif isinstance(frame, wire.Hello):
+                effects += self._hello(frame)
+            elif self.state != "streaming":
+                effects += self.fail(f"{type(frame).__name__} before Hello")
+            elif isinstance(frame, wire.Notify):
+                effects += self._notify(frame)
+            elif isinstance(frame, wire.Eos):
+                effects += self._eos(frame)
+            elif isinstance(frame, wire.Error):
+                effects += [Flush(), self._closed(f"the connector says: {frame.message}")]
+            else:
+                effects += self.fail(f"{type(frame).__name__} is not for a connector to send")
+        return effects
+
+    # Frames
+
+    def _hello(self, frame: wire.Hello) -> list[Effect]:
+        if self.state != "connected":
+            return self.fail("Hello a second time")
+        if frame.version not in wire.VERSIONS:
+            known = " and ".join(wire.VERSIONS)
+            return self.fail(f"version {frame.version!r} is not known here; {known} are")
+        if not hmac.compare_digest(frame.cookie.encode(), self._terms.cookie.encode()):
+            return self.fail("the cookie is not the listener's")
+        self.state = "streaming"
+        self.program, self.instance = frame.program, frame.instance
+        self.credits = self._terms.credits
+        return [Send(wire.Ok(self.credits))]
+
+    def _notify(self, frame: wire.Notify) -> list[Effect]:
+        if failed := self._charge():
+            return failed
+        if frame.stream_id in self.intakes or frame.stream_id in self._asked:
+            return self.fail(f"stream {frame.name} was asked for twice")
+        if len(self.intakes) + len(self._asked) >= self._terms.streams_max:
+            return self.fail(f"a connection has at most {self._terms.streams_max} streams")
+        self._asked[frame.stream_id] = frame.name
+        return [Ask(frame.stream_id, frame.name)]
+
+    def _message(self, frame: wire.Message) -> list[Effect]:
+        if failed := self._charge():
+            return failed
+        intake = self.intakes.get(frame.stream_id)
+        if intake is None:
+            return self.fail(f"a message of stream {frame.stream_id}, which is not open")
+        wrong = intake.take(frame)
+        return self.fail(wrong) if wrong else []
+
+    def _eos(self, frame: wire.Eos) -> list[Effect]:
+        self._drift += EOS_DRIFT
+        if failed := self._charge():
+            return failed
+        if frame.stream_id not in self.intakes:
+            return self.fail(f"the end of stream {frame.stream_id}, which is not open")
+        return [Flush(), Release(frame.stream_id)]
+
+    def _charge(self) -> list[Effect]:
+        self.credits -= 1
+        self._used += 1
+        if self.credits < -self._drift:
+            return self.fail("more frames than there were credits for")
+        return []
+
+    # What is decided outside
+
+    def granted(self, stream_id: int, point_of_ref: int) -> list[Effect]:
+        """The connector has the stream, from behind this point."""
+        intake = Intake(stream_id, self._asked.pop(stream_id), point_of_ref)
+        self.intakes[stream_id] = intake
+        return [Send(wire.NotifyAck(True, stream_id, point_of_ref))]
+
+    def refused(self, stream_id: int, point_of_ref: int) -> list[Effect]:
+        """Somebody else has the stream."""
+        self._asked.pop(stream_id)
+        return [Send(wire.NotifyAck(False, stream_id, point_of_ref))]
+
+    def committed(self, points: Sequence[tuple[int, int]]) -> list[Effect]:
+        """These streams are durable up to these messages; what was used is granted again."""
+        for stream_id, point in points:
+            self.intakes[stream_id].point_of_ref = point
+        if not points and self.credits > self._terms.credits // 2:
+            return []  # it can wait
+        granted, self._used = self._used, 0
+        if not points and not granted:
+            return []
+        self.credits += granted
+        return [Send(wire.Ack(granted, tuple(points)))]
+
+    def released(self, stream_id: int) -> None:
+        del self.intakes[stream_id]
+
+    def restart(self, address: str = "") -> list[Effect]:
+        """Send the connector away; it comes back and asks for its streams anew."""
+        self.state = "closed"
+        return [Send(wire.Restart(address)), Close("it was told to come again")]
+
+    def fail(self, reason: str) -> list[Effect]:
+        """End the connection, telling why; what was received before is still made durable."""
+        is_open = self.state == "streaming"
+        self.state = "closed"
+        told = reason.encode()[: wire.TEXT_BYTES_MAX].decode(errors="ignore")
+        return [*([Flush()] if is_open else []), Send(wire.Error(told)), Close(reason)]
+
+    def _closed(self, reason: str) -> Close:
+        self.state = "closed"
+        return Close(reason)

@@ -1,0 +1,324 @@
+"""Feeding a stream by writing to it, or from a generator: a source that remembers what it wrote.
+
+with SourceClient("127.0.0.1:6067", "orders") as client:
+    client.write(b'{"user": "ada"}', sequence=1)
+    client.flush()
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.connect.source import (
+    END,
+    ConnectorOptions,
+    Item,
+    Source,
+    SourceConnector,
+    _End,
+)
+from penstock.errors import BufferFullError, UsageError
+from penstock.records.event import Key, key_bytes
+
+Encoder = Callable[[object], bytes]
+Yielded = tuple[Any, ...] | None
+"""Data and number, and if they are known key and time; `None` if there is nothing now."""
+Generated = Callable[[int | None], Iterator[Yielded]]
+BUFFER_BYTES_MAX = 32 << 20
+ITEM_BYTES = 200
+"""About what a waiting message takes beside its data."""
+
+
+def encoded(message: object) -> bytes:
+    """Bytes as they are, text as UTF-8."""
+    if isinstance(message, bytes):
+        return message
+    if isinstance(message, str):
+        return message.encode()
+    raise UsageError(f"a message is bytes or str, not {type(message).__name__}: give an encoder")
+
+
+class BufferedSource(Source):
+    """Keeps what is written until it is safe, and sends it again after a reset.
+
+    Written by any thread; `room` is shared by the sources of a client.
+    """
+
+    def __init__(self, name: str, room: Room) -> None:
+        super().__init__(name)
+        self._room = room
+        self._held: deque[Item] = deque()
+        self._sent = 0
+        self._last: int | None = None
+        self._is_open = False
+        self._is_ended = False
+        self.changed = threading.Condition()
+
+    # The author's side
+
+    def put(self, data: bytes, sequence: int | None, key: bytes | None, time_ns: int) -> bool:
+        """Keep a message; False if it is safe already. Raises `UsageError` for a wrong number."""
+        with self.changed:
+            number = (
+                sequence if sequence is not None else (-1 if self._last is None else self._last) + 1
+            )
+            if self._last is not None and number <= self._last:
+                if self._held and number > self._held[0].point_of_ref - 1:
+                    raise UsageError(
+                        f"message {number} of {self.name} comes after {self._last}: numbers grow"
+                    )
+                return False
+            self._held.append(Item(data, number, key, time_ns))
+            self._last = number
+            return True
+
+    def end(self) -> None:
+        with self.changed:
+            self._is_ended = True
+
+    def wait_open(self, deadline: float) -> bool:
+        """Wait until it is known where to go on."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: self._is_open, max(0.0, deadline - time.monotonic())
+            )
+
+    def is_safe(self) -> bool:
+        with self.changed:
+            return not self._held
+
+    @property
+    def point_of_ref(self) -> int | None:
+        """The last message that is safe, or was written."""
+        with self.changed:
+            return self._last
+
+    # The connector's side
+
+    def handle_reset(self, point_of_ref: int | None) -> None:
+        with self.changed:
+            self._forget(point_of_ref)
+            self._sent = 0
+            if self._last is None or (point_of_ref is not None and point_of_ref > self._last):
+                self._last = point_of_ref
+            self._is_open = True
+            self.changed.notify_all()
+
+    def handle_next(self) -> Item | _End | None:
+        with self.changed:
+            if self._sent < len(self._held):
+                self._sent += 1
+                return self._held[self._sent - 1]
+            return END if self._is_ended else None
+
+    def handle_progress(self, stream: str, point_of_ref: int) -> None:  # noqa: ARG002
+        with self.changed:
+            self._forget(point_of_ref)
+            self.changed.notify_all()
+
+    def _forget(self, point_of_ref: int | None) -> None:
+        freed = 0
+        while (
+            point_of_ref is not None and self._held and (self._held[0].point_of_ref <= point_of_ref)
+        ):
+            freed += size_of(self._held.popleft().data)
+            self._sent -= 1
+        self._sent = max(0, self._sent)
+        self._room.give_back(freed)
+
+
+class Room:
+    """How much may wait to be safe, over all streams of a client."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def take(self, size: int, deadline: float, check: Callable[[], None]) -> bool:
+        with self._changed:
+            while self._used and self._used + size > self._most:
+                check()
+                if time.monotonic() >= deadline:
+                    return False
+                self._changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
+            self._used += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        with self._changed:
+            self._used -= size
+            self._changed.notify_all()
+
+
+def size_of(data: bytes) -> int:
+    return len(data) + ITEM_BYTES
+
+
+class SourceClient:
+    """Writes messages to streams of a listener; for any thread.
+
+    A partition is a stream of its own, `NAME.PARTITION`, with its own order and numbers. Messages
+    that were not yet safe when the connection broke are sent again.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        stream: str,
+        *,
+        encoder: Encoder = encoded,
+        options: ConnectorOptions = ConnectorOptions(),
+        buffer_bytes_max: int = BUFFER_BYTES_MAX,
+    ) -> None:
+        self._stream = stream
+        self._encoder = encoder
+        self._room = Room(buffer_bytes_max)
+        self._sources: dict[str, BufferedSource] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.connector = SourceConnector(address, [], options)
+
+    def __enter__(self) -> Self:
+        self.connector.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(flush=kind is None)
+
+    def write(
+        self,
+        message: object,
+        partition: object = None,
+        sequence: int | None = None,
+        *,
+        key: Key | None = None,
+        time_ns: int = 0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Send a message, in the background.
+
+        `sequence` is its number, which must grow; a number that is safe already is dropped, so a
+        program may write everything again after a restart. Without, numbers go on where the
+        stream is. Waits while too much is not yet safe; raises `BufferFullError` after the
+        timeout, `ConnectorError` if the connector has given up.
+        """
+        deadline = time.monotonic() + timeout_s
+        source = self._source(partition)
+        if sequence is None:
+            self._wait_open(source, deadline)
+        data = self._encoder(message)
+        if not self._room.take(size_of(data), deadline, self.connector.check):
+            raise BufferFullError(
+                f"the listener has not confirmed anything of {source.name} for {timeout_s} s: it "
+                "is away, or slower than the messages come"
+            )
+        try:
+            is_new = source.put(data, sequence, key_bytes(key), time_ns)
+        except UsageError:
+            self._room.give_back(size_of(data))
+            raise
+        if is_new:
+            self.connector.wake()
+        else:
+            self._room.give_back(size_of(data))
+
+    def point_of_ref(self, partition: object = None, timeout_s: float = 60.0) -> int | None:
+        """Behind which message to go on, as the listener knows it; waits until it does."""
+        source = self._source(partition)
+        self._wait_open(source, time.monotonic() + timeout_s)
+        return source.point_of_ref
+
+    def flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until everything is safe. Raises `TimeoutError`, or why the connector gave up."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            sources = list(self._sources.values())
+        for source in sources:
+            with source.changed:
+                while source._held:
+                    self.connector.check()
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(f"{source.name} was not safe within {timeout_s} s")
+                    source.changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
+
+    def close(self, *, flush: bool = True) -> None:
+        """Make everything safe, and end the connection; a second call does nothing."""
+        try:
+            if flush and not self._is_closed:
+                self.flush()
+        finally:
+            self._is_closed = True
+            self.connector.stop()
+
+    def _wait_open(self, source: BufferedSource, deadline: float) -> None:
+        while not source.wait_open(min(deadline, time.monotonic() + 0.2)):
+            self.connector.check()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no listener gave us the stream {source.name} in time")
+
+    def _source(self, partition: object) -> BufferedSource:
+        name = self._stream if partition is None else f"{self._stream}.{partition}"
+        with self._lock:
+            found = self._sources.get(name)
+            if found is None:
+                found = self._sources[name] = BufferedSource(name, self._room)
+                self.connector.add(found)
+            return found
+
+
+class GeneratedSource(Source):
+    """A source that a function yields: `(data, number)`, beginning behind the one it is given."""
+
+    def __init__(self, name: str, function: Generated) -> None:
+        super().__init__(name)
+        self._function = function
+        self._items: Iterator[Yielded] = iter(())
+
+    def handle_reset(self, point_of_ref: int | None) -> None:
+        self._items = self._function(point_of_ref)
+
+    def handle_next(self) -> Item | _End | None:
+        for found in self._items:
+            if found is None:
+                return None
+            data, number, *more = found
+            return Item(encoded(data), number, *more)
+        return END
+
+
+def source(
+    name: str,
+) -> Callable[[Callable[[int | None], Iterator[Yielded]]], Callable[[], Source]]:
+    """Make a source of a generator function.
+
+        @source("lines")
+        def lines(after):
+            for number, line in enumerate(open("x.txt")):
+                if after is None or number > after:
+                    yield line, number
+
+        SourceConnector("127.0.0.1:6067", [lines()])
+
+    It yields `None` where there is nothing at the moment.
+    """
+
+    def decorate(function: Generated) -> Callable[[], Source]:
+        @functools.wraps(function)
+        def made() -> Source:
+            return GeneratedSource(name, function)
+
+        return made
+
+    return decorate

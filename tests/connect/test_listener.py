@@ -1,0 +1,250 @@
+"""The listener with real sockets: handshake, ownership, credits, durability, and bad peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import CreateStream, Log, Record, declare, read_events
+from penstock import open as open_log
+from penstock.connect import wire
+from penstock.connect.listener import Listener, ListenerOptions
+from penstock.connect.registry import records
+from penstock.testing.processes import wait_until
+from tests.connect.peer import Peer, message
+
+Listen = Callable[..., Listener]
+
+
+class Order(Record):
+    user: str
+    amount: int
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    with open_log(tmp_path / "log.db") as opened:
+        opened.apply([
+            CreateStream(declare("raw", content="bytes", partitions=3)),
+            CreateStream(declare("orders", Order, key="user")),
+            CreateStream(declare("json", partitions=2)),
+        ])  # fmt: skip
+        yield opened
+
+
+@pytest.fixture
+def listen(log: Log) -> Iterator[Listen]:
+    with ExitStack() as stack:
+
+        def start(to: str = "raw", **options: Any) -> Listener:
+            given = ListenerOptions(routes=[("*", to)], **options)
+            return stack.enter_context(Listener(log, given, print))
+
+        yield start
+
+
+def data_of(log: Log) -> list[Any]:
+    events: list[Any] = list(read_events(log, "raw"))
+    return sorted(event.data for event in events)
+
+
+def is_given(peer: Peer, name: str = "s") -> bool:
+    answer = peer.notify(name)
+    return isinstance(answer, wire.NotifyAck) and answer.success
+
+
+@pytest.mark.row("W2", engine="any")
+@pytest.mark.row("W5", engine="any")
+def test_messages_are_stored_once_and_acknowledged_when_they_are(log: Log, listen: Listen) -> None:
+    listener = listen()
+    with Peer(listener.address) as peer:
+        assert peer.hello() == wire.Ok(32_768)
+        number = wire.stream_id("celsius")
+        assert peer.notify("celsius") == wire.NotifyAck(True, number, wire.NEVER)
+        peer.send(message("celsius", 0, b"a"), message("celsius", 7, b"b", b"k"))
+        assert peer.next() == wire.Ack(3, ((number, 7),))
+        events = list(read_events(log, "raw"))
+        assert {e.data: (e.id, e.key) for e in events} == {
+            b"a": ("celsius/0", b"celsius"), b"b": ("celsius/7", b"k")
+        }  # fmt: skip
+    with Peer(listener.address) as peer:
+        peer.hello()
+        assert peer.notify("celsius") == wire.NotifyAck(True, number, 7)
+        peer.send(*(message("celsius", n, b"again") for n in (0, 7)), message("celsius", 8, b"c"))
+        assert peer.next() == wire.Ack(4, ((number, 8),))
+    assert data_of(log) == [b"a", b"b", b"c"]
+
+
+@pytest.mark.row("W2", engine="any")
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([wire.Hello("0.0.2", "", "p", "i")], "version '0.0.2'"),
+        ([wire.Hello("0.0.1", "wrong", "p", "i")], "cookie"),
+        ([wire.Notify(1, "s", 0)], "Notify before Hello"),
+        ([wire.Hello("0.0.1", "", "p", "i")] * 2, "a second time"),
+        ([wire.Hello("v0.0.1", "", "p", "i"), message("s", 1)], "which is not open"),
+        ([wire.Hello("0.0.1", "", "p", "i"), wire.Ok(1)], "not for a connector to send"),
+        ([wire.Hello("0.0.1", "", "p", "i"), wire.Eos(4)], "the end of stream 4"),
+        ([wire.Hello("0.0.1", "", "p", "i"), wire.Notify(1, "", 0)], "1 to 200"),
+        ([wire.Hello("0.0.1", "", "p", "i"), wire.Notify(1, "s", 0), wire.Notify(1, "s", 0)],
+         "asked for twice"),
+    ],
+)  # fmt: skip
+def test_a_wrong_peer_is_told_why_and_others_live_on(
+    listen: Listen, frames: list[wire.Frame], why: str
+) -> None:
+    listener = listen()
+    with Peer(listener.address) as good, Peer(listener.address) as bad:
+        good.hello()
+        good.notify("fine")
+        bad.send(*frames)
+        found: wire.Frame | None = wire.Ok(0)
+        while found is not None and not isinstance(found, wire.Error):
+            found = bad.next()
+        assert isinstance(found, wire.Error)
+        assert why in found.message
+        assert bad.next() is None, "it is closed"
+        good.send(message("fine", 1))
+        assert good.next() == wire.Ack(2, ((wire.stream_id("fine"), 1),))
+
+
+def test_bytes_that_are_no_frames_are_told_so(listen: Listen) -> None:
+    with Peer(listen().address) as peer:
+        peer.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        found = peer.next()
+        assert isinstance(found, wire.Error)
+        assert "a frame of 1195725856 bytes" in found.message
+        assert peer.next() is None
+
+
+@pytest.mark.row("W2", engine="any")
+def test_credits_are_kept_to(listen: Listen) -> None:
+    with Peer(listen(credits=4).address) as peer:
+        assert peer.hello() == wire.Ok(4)
+        peer.notify("s")
+        peer.send(*(message("s", n) for n in range(20)))
+        frames: list[Any] = [peer.next() for _ in range(2)]
+        assert frames[0].points == ((wire.stream_id("s"), 2),), "what was allowed is safe"
+        assert "credits" in frames[1].message
+        assert peer.next() is None
+
+
+@pytest.mark.row("W4", engine="any")
+@pytest.mark.parametrize("policy", ["oldest", "takeover"])
+def test_two_connectors_want_one_stream(log: Log, listen: Listen, policy: str) -> None:
+    listener = listen(policy=policy)
+    number = wire.stream_id("s")
+    with Peer(listener.address) as first, Peer(listener.address) as second:
+        first.hello(instance="first")
+        first.notify("s")
+        first.send(message("s", 1, b"first"))
+        first.next()
+        second.hello(instance="second")
+        answer = second.notify("s")
+        if policy == "oldest":
+            assert answer == wire.NotifyAck(False, number, 1)
+            first.send(wire.Eos(number))
+            wait_until(lambda: is_given(second), 10, "the stream being free")
+        else:
+            assert answer == wire.NotifyAck(True, number, 1)
+            assert first.next() == wire.Restart("")
+            assert first.next() is None
+            with Peer(listener.address) as again:
+                again.hello(instance="first")
+                assert again.notify("s") == wire.NotifyAck(False, number, 1)
+        second.send(message("s", 2, b"second"))
+        second.next()
+    assert data_of(log) == [b"first", b"second"]
+
+
+@pytest.mark.row("W4", engine="any")
+def test_one_owner_across_listeners(log: Log, listen: Listen) -> None:
+    one, other = listen(), listen(policy="takeover")
+    number = wire.stream_id("s")
+    with Peer(one.address) as first, Peer(other.address) as second:
+        first.hello(instance="a")
+        first.notify("s")
+        first.send(message("s", 1, b"1"))
+        first.next()
+        second.hello(instance="b")
+        assert second.notify("s") == wire.NotifyAck(True, number, 1)
+        first.send(message("s", 2, b"lost"))
+        assert first.next() == wire.Restart("")
+        second.send(message("s", 2, b"2"))
+        assert second.next() == wire.Ack(2, ((number, 2),))
+    assert data_of(log) == [b"1", b"2"]
+
+
+def test_a_typed_stream_takes_json(log: Log, listen: Listen) -> None:
+    with Peer(listen("orders").address) as peer:
+        peer.hello()
+        peer.notify("o")
+        good = b'{"user": "ada", "amount": %d}'
+        peer.send(
+            message("o", 1, good % 1), message("o", 2, b'{"user": 3}'), message("o", 3, good % 3)
+        )
+        assert peer.next() == wire.Ack(4, ((wire.stream_id("o"), 1),))
+        found = peer.next()
+        assert isinstance(found, wire.Error)
+        assert "message 2 of o" in found.message
+    (event,) = read_events(log, "orders", Order)
+    assert (event.data, event.key) == (Order("ada", 1), b"ada")
+
+
+def test_damaged_messages_are_skipped_if_told(log: Log, listen: Listen) -> None:
+    with Peer(listen("json", on_damage="skip").address) as peer:
+        peer.hello()
+        peer.notify("j")
+        peer.send(*(message("j", n, d) for n, d in enumerate([b"1", b"no", b"[2]", b"\xff"])))
+        assert peer.next() == wire.Ack(5, ((wire.stream_id("j"), 3),))
+    assert [e.data for e in read_events(log, "json")] == [1, [2]]
+
+
+def test_a_stream_that_nobody_routes_is_refused(log: Log) -> None:
+    options = ListenerOptions(routes=[("a.*", "raw"), ("b", "json")])
+    with Listener(log, options) as listener, Peer(listener.address) as peer:
+        peer.hello()
+        assert isinstance(peer.notify("a.1"), wire.NotifyAck)
+        found = peer.notify("c")
+        assert isinstance(found, wire.Error)
+        assert "no route" in found.message
+
+
+def test_stopping_sends_connectors_away_with_everything_safe(log: Log) -> None:
+    with Listener(log, ListenerOptions(routes=[("*", "raw")])) as listener:
+        peer = Peer(listener.address).__enter__()
+        peer.hello()
+        peer.notify("s")
+        peer.send(message("s", 5))
+    with closing(peer.socket):
+        assert peer.next() == wire.Ack(2, ((wire.stream_id("s"), 5),))
+        assert peer.next() == wire.Restart("")
+        assert peer.next() is None
+    (record,) = records(log)
+    assert (record.owner, record.point_of_ref, record.messages) == (None, 5, 1)
+
+
+@pytest.mark.row("W6", engine="any")
+def test_order_is_kept_within_a_stream(log: Log, listen: Listen) -> None:
+    listener = listen()
+    with Peer(listener.address) as one, Peer(listener.address) as two:
+        for peer, name in ((one, "a"), (two, "b")):
+            peer.hello(instance=name)
+            peer.notify(name)
+        for start in range(0, 300, 30):
+            for peer, name in ((one, "a"), (two, "b")):
+                peer.send(*(message(name, n, b"%d" % n) for n in range(start, start + 30)))
+        for peer in (one, two):
+            safe = 0
+            while safe < 299:
+                found = peer.next()
+                assert isinstance(found, wire.Ack)
+                safe = found.points[0][1]
+    for key in (b"a", b"b"):
+        events: list[Any] = [e for e in read_events(log, "raw") if e.key == key]
+        assert [int(event.data) for event in events] == list(range(300))

@@ -1,0 +1,279 @@
+"""The library for authors of sources: the controller, writing, generators; under kills."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from penstock import CreateStream, Log, declare, read_events
+from penstock import open as open_log
+from penstock.connect.listener import Listener, ListenerOptions
+from penstock.connect.registry import records
+from penstock.connect.source import END, ConnectorOptions, Source, SourceConnector
+from penstock.connect.writing import SourceClient, source
+from penstock.errors import BufferFullError, ConnectorError, UsageError
+from penstock.testing.processes import wait_until
+
+RAW = ListenerOptions(routes=[("*", "raw")])
+
+
+class Numbers(Source):
+    """Counts; remembers how it was used."""
+
+    def __init__(self, name: str, until: int, step: int = 1) -> None:
+        super().__init__(name)
+        self.until = until
+        self.step = step
+        self.next = 0
+        self.calls: list[object] = []
+        self.safe = -1
+
+    def handle_open(self) -> None:
+        self.calls.append("open")
+
+    def handle_reset(self, point_of_ref: int | None) -> None:
+        self.calls.append(point_of_ref)
+        self.next = 0 if point_of_ref is None else point_of_ref + self.step
+
+    def handle_next(self) -> Any:
+        if self.next >= self.until:
+            return END
+        self.next += self.step
+        number = self.next - self.step
+        return f"{self.name}:{number}".encode(), number
+
+    def handle_progress(self, stream: str, point_of_ref: int) -> None:
+        assert stream == self.name
+        assert point_of_ref > self.safe
+        self.safe = point_of_ref
+
+    def handle_close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    with open_log(tmp_path / "log.db") as opened:
+        opened.apply([CreateStream(declare("raw", content="bytes", partitions=2))])
+        yield opened
+
+
+def address_of(listener: Listener) -> str:
+    return "{}:{}".format(*listener.address)
+
+
+@contextmanager
+def running(log: Log, sources: Sequence[Source]) -> Iterator[SourceConnector]:
+    with Listener(log, RAW) as listener:
+        with SourceConnector(address_of(listener), sources) as connector:
+            yield connector
+
+
+def data_of(log: Log) -> Counter[str]:
+    events: list[Any] = list(read_events(log, "raw"))
+    return Counter(event.data.decode() for event in events)
+
+
+@pytest.mark.row("W3", engine="any")
+def test_a_controller_runs_beside_the_program(log: Log) -> None:
+    sources = [Numbers("a", 3000), Numbers("b", 50, step=7)]
+    with running(log, sources) as connector:
+        connector.finish(30)
+        assert connector.counts.messages == 3000 + 8
+    assert data_of(log) == Counter(
+        [f"a:{n}" for n in range(3000)] + [f"b:{n}" for n in range(0, 50, 7)]
+    )
+    assert sources[0].calls == ["open", None, "close"]
+    assert (sources[0].safe, sources[1].safe) == (2999, 49)
+
+
+@pytest.mark.row("W3", engine="any")
+@pytest.mark.row("W5", engine="any")
+def test_a_source_goes_on_where_the_log_has_it(log: Log) -> None:
+    for until in (10, 10, 25):
+        numbers = Numbers("a", until)
+        with running(log, [numbers]) as connector:
+            connector.finish(30)
+    assert numbers.calls[1] == 9
+    assert data_of(log) == Counter(f"a:{n}" for n in range(25))
+
+
+def test_what_a_source_raises_ends_the_connector(log: Log) -> None:
+    class Broken(Numbers):
+        def handle_next(self) -> Any:
+            raise OSError("the file is gone")
+
+    broken = Broken("a", 3)
+    with running(log, [broken]) as connector:
+        with pytest.raises(ConnectorError, match="source a failed: OSError: the file is gone"):
+            connector.finish(30)
+    assert broken.calls[-1] == "close"
+
+
+@pytest.mark.row("W4", engine="any")
+def test_a_connector_without_any_stream_fails_clearly(log: Log) -> None:
+    class Endless(Numbers):
+        def handle_next(self) -> Any:
+            return None
+
+    options = ConnectorOptions(take_timeout_s=0.5)
+    with Listener(log, RAW) as listener:
+        address = address_of(listener)
+        with SourceConnector(address, [Endless("a", 1)]) as first:
+            wait_until(lambda: list(records(log)), 10, "the first one having it")
+            with SourceConnector(address, [Endless("a", 1)], options) as second:
+                with pytest.raises(ConnectorError, match="another connector has a"):
+                    second.finish(30)
+            first.check()
+
+
+def test_a_refusal_is_raised(log: Log) -> None:
+    guarded = ListenerOptions(routes=[("*", "raw")], cookie="secret")
+    with Listener(log, guarded) as listener, SourceClient(address_of(listener), "a") as client:
+        with pytest.raises(ConnectorError, match="the cookie is not the listener's"):
+            client.write(b"x", timeout_s=20)
+        client.close(flush=False)
+
+
+@pytest.mark.row("W7", engine="any")
+def test_writing_with_partitions_and_sequences(log: Log) -> None:
+    with Listener(log, RAW) as listener:
+        with SourceClient(address_of(listener), "s") as client:
+            for n in range(100):
+                client.write(f"x{n}", partition=n % 3, sequence=n)
+            client.write("own", key="k", time_ns=1_700_000_000_000_000_000)
+        with SourceClient(address_of(listener), "s") as client:  # everything again, and more
+            assert client.point_of_ref(0) == 99
+            for n in range(120):
+                client.write(f"x{n}", partition=n % 3, sequence=n)
+            with pytest.raises(UsageError, match="numbers grow"):
+                client.write("x", partition=0, sequence=client.point_of_ref(0))
+    assert data_of(log) == Counter([*(f"x{n}" for n in range(120)), "own"])
+    (own,) = [event for event in read_events(log, "raw") if event.data == b"own"]
+    assert (own.key, own.id, own.time.year) == (b"k", "s/0", 2023)
+    assert {record.name for record in records(log)} == {"s", "s.0", "s.1", "s.2"}
+
+
+def test_what_is_not_confirmed_is_bounded() -> None:
+    with SourceClient("127.0.0.1:9", "s", buffer_bytes_max=10_000) as client:
+        with pytest.raises(BufferFullError, match="has not confirmed anything"):
+            for n in range(1000):
+                client.write(b"x" * 100, sequence=n, timeout_s=0.3)
+        with pytest.raises(TimeoutError):
+            client.flush(0.1)
+        client.close(flush=False)
+
+
+@pytest.mark.row("W7", engine="any")
+def test_a_generator_is_a_source(log: Log) -> None:
+    @source("lines")
+    def lines(after: int | None) -> Iterator[Any]:
+        for number, line in enumerate(["one", "two", None, "three"]):
+            if line is None:
+                yield None
+            elif after is None or number > after:
+                yield line, number
+
+    for _ in range(2):
+        with running(log, [lines()]) as connector:
+            connector.finish(30)
+    assert data_of(log) == Counter(["one", "two", "three"])
+
+
+@pytest.mark.row("W4", engine="any")
+def test_a_third_connector_takes_two_streams_from_each_of_two_others(log: Log) -> None:
+    """Twelve partitions over two connectors; a third is added, under load; nothing is lost."""
+    names = [f"p{n}" for n in range(12)]
+    sources: dict[str, list[Numbers]] = {name: [] for name in names}
+
+    def numbers(name: str) -> Numbers:
+        made = Numbers(name, 4000)
+        sources[name].append(made)
+        return made
+
+    with Listener(log, ListenerOptions(routes=[("*", "raw")], credits=200)) as listener:
+        address = address_of(listener)
+        with (
+            SourceConnector(address, [numbers(n) for n in names[:6]]) as one,
+            SourceConnector(address, [numbers(n) for n in names[6:]]) as two,
+            SourceConnector(address, []) as three,
+        ):
+            wait_until(lambda: one.counts.messages > 500 < two.counts.messages, 30, "load")
+            for connector, mine in ((one, names[:2]), (two, names[6:8])):
+                for name in mine:
+                    connector.give_back(name)
+                    three.add(numbers(name))
+            for connector in (one, two, three):
+                connector.finish(60)
+    assert data_of(log) == Counter(f"{name}:{n}" for name in names for n in range(4000))
+    assert all(len(sources[name]) == 2 for name in (*names[:2], *names[6:8]))
+
+
+class Programs:
+    """A listener and a program that writes, each a process that can be killed and started again."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = str(found.getsockname()[1])
+        self._commands = {
+            "listener": ["penstock.cli", "listen", "raw", "--log", str(path), "--port", port],
+            "writer": ["tests.connect.numbers", f"127.0.0.1:{port}", str(total)],
+        }
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._running):
+            self.kill(name)
+
+    def ensure(self, name: str) -> subprocess.Popen[bytes]:
+        """The program, started if it does not run."""
+        found = self._running.get(name)
+        if found is None or found.poll() is not None:
+            command = [sys.executable, "-m", *self._commands[name]]
+            found = self._running[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        return found
+
+    def kill(self, name: str) -> None:
+        self._running[name].kill()
+        self._running.pop(name).wait(30)
+
+
+@pytest.mark.row("W5", engine="any")
+@pytest.mark.timeout(240)
+def test_kills_on_either_side(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The listener is killed with -9 again and again, and so is the program that writes."""
+    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
+    chance = random.Random(seed)
+    total = 200_000
+
+    def stored() -> int:
+        return sum(record.messages for record in records(log))
+
+    with Programs(tmp_path / "log.db", total) as programs:
+        for n in range(6):
+            programs.ensure("listener")
+            programs.ensure("writer")
+            before = stored()
+            wait_until(lambda: stored() > before or stored() == 2 * total, 60, "messages")  # noqa: B023
+            threading.Event().wait(chance.random() / 2)
+            programs.kill(("listener", "writer")[n % 2])
+        programs.ensure("listener")
+        assert programs.ensure("writer").wait(120) == 0
+        opened = max(record.opened for record in records(log))
+    assert opened > 3, "the kills came too late"
+    assert data_of(log) == Counter(f"{name}:{n}" for name in ("a", "b") for n in range(total))
