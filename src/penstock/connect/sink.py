@@ -1,0 +1,355 @@
+"""For authors of sinks: what is particular to a target, and the host around it.
+
+    class Lines(Sink):
+        def open(self, kept): ...             # everything behind `kept` is gone
+        def append(self, messages): ...
+        def flush(self): ...                  # durable, not yet visible
+        def commit(self, start, end): ...     # visible; may be called again after a crash
+        def abort(self, start): ...           # everything from `start` on is gone
+
+    with SinkHost(Lines, Path("lines"), SinkOptions(port=6068)) as host:
+        ...
+
+Protocol, transactions, points of reference and what goes wrong are the host's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from penstock.connect import wire
+from penstock.connect.sinking import (
+    Append,
+    Approve,
+    Effect,
+    Left,
+    Note,
+    Over,
+    Prepare,
+    Reply,
+    Resolve,
+    SinkSession,
+    SinkTerms,
+    Standing,
+    Vote,
+)
+from penstock.connect.transactions import TransactionLog
+from penstock.errors import ProtocolError, UsageError
+from penstock.failpoints import failpoint
+
+READ_BYTES = 1 << 18
+TICK_S = 0.5
+TAKEOVER_S = 10.0
+WORKER = re.compile(r"[\w.@:/=+-]{1,200}\Z")
+ATTEMPT = re.compile(r"attempt=([\d.]{1,100})\Z")
+
+
+class Sink(Protocol):
+    """One worker's way into a target. Its methods are called by one thread at a time."""
+
+    def open(self, kept: int) -> None:
+        """Begin, or begin again: bytes before `kept` stay, whatever came behind is discarded."""
+
+    def append(self, messages: Sequence[wire.Message]) -> None:
+        """Take messages, in order. What fails here is voted against."""
+
+    def flush(self) -> None:
+        """Make everything taken durable, without making it visible."""
+
+    def commit(self, start: int, end: int) -> None:
+        """Make the bytes from `start` to `end` visible. Called again if it was interrupted."""
+
+    def abort(self, start: int) -> None:
+        """Discard everything from `start` on. Called again if it was interrupted."""
+
+    def close(self) -> None:
+        """Let go of everything; `open` may follow."""
+
+
+class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a sink listens. A connection that says nothing for `idle_timeout_s` is closed."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    cookie: str = ""
+    credits: int = 32_768
+    frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    connections_max: int = 1000
+    idle_timeout_s: float = 60.0
+    send_timeout_s: float = 30.0
+
+
+class SinkHost:
+    """Listens for workers while its block lasts, and keeps where each stands in `folder`.
+
+    `make` gives the sink of a worker by its name.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str], Sink],
+        folder: Path,
+        options: SinkOptions = SinkOptions(),
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.make = make
+        self.options = options
+        self.tell = tell
+        self.transactions = TransactionLog(folder)
+        self.stopping = threading.Event()
+        self._active: dict[str, _Worker] = {}
+        self._changed = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._connections: dict[int, _Worker] = {}
+        self._socket: socket.socket | None = None
+        self._thread = threading.Thread(target=self._accept, name="penstock-sink")
+        self._exits = contextlib.ExitStack()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens, the port it was given included."""
+        assert self._socket is not None  # noqa: S101  within the block
+        host, port = self._socket.getsockname()[:2]
+        return str(host), int(port)
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as exits:
+            exits.enter_context(self.transactions)
+            try:
+                self._socket = socket.create_server((self.options.host, self.options.port))
+            except OSError as error:
+                where = f"{self.options.host}:{self.options.port}"
+                raise UsageError(f"cannot listen at {where}: {error.strerror}") from error
+            exits.enter_context(self._socket)
+            self._socket.settimeout(TICK_S)
+            self._thread.start()
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stopping.set()
+        self._thread.join()
+        with self._changed:
+            there = list(self._connections.values())
+        for connection in there:
+            connection.interrupt()
+            connection.thread.join()
+        self._exits.close()
+
+    def _accept(self) -> None:
+        assert self._socket is not None  # noqa: S101  within the block
+        while not self.stopping.is_set():
+            try:
+                peer, address = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                self.tell(f"a connection could not be taken: {error}")
+                self.stopping.wait(TICK_S)
+                continue
+            number = next(self._numbers)
+            connection = _Worker(self, number, peer, f"{address[0]}:{address[1]}")
+            with self._changed:
+                is_full = len(self._connections) >= self.options.connections_max
+                if not is_full:
+                    self._connections[number] = connection
+            if is_full:
+                peer.close()
+            else:
+                connection.thread.start()
+
+    def approve(self, worker: str, connection: _Worker) -> bool:
+        """Whether the worker may connect: it is not connected, or only with an older attempt."""
+        deadline = time.monotonic() + TAKEOVER_S
+        with self._changed:
+            while (there := self._active.get(worker)) is not None:
+                if connection.attempt <= there.attempt:
+                    return False
+                there.interrupt()
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return False
+            self._active[worker] = connection
+            return True
+
+    def forget(self, number: int, connection: _Worker) -> None:
+        with self._changed:
+            self._connections.pop(number, None)
+            for worker, there in list(self._active.items()):
+                if there is connection:
+                    del self._active[worker]
+            self._changed.notify_all()
+
+
+class _Worker:
+    """One connection: its socket around its session and its sink."""
+
+    def __init__(self, host: SinkHost, number: int, peer: socket.socket, where: str) -> None:
+        options = host.options
+        self._host = host
+        self._number = number
+        self._socket = peer
+        self._where = where
+        self._session = SinkSession(SinkTerms(cookie=options.cookie, credits=options.credits))
+        self._parser = wire.Parser(options.frame_bytes_max)
+        self._sink: Sink | None = None
+        self._heard = time.monotonic()
+        self.attempt: tuple[int, ...] = ()
+        self.thread = threading.Thread(target=self._serve, name=f"penstock-sink-{number}")
+
+    def interrupt(self) -> None:
+        """Have the thread end; what it is doing is done first."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def _serve(self) -> None:
+        reason = "it closed the connection"
+        try:
+            with self._socket:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._socket.settimeout(TICK_S)
+                reason = self._talk()
+        except OSError as error:
+            reason = f"the connection broke: {error}"
+        finally:
+            if self._sink is not None:
+                with contextlib.suppress(Exception):
+                    self._sink.close()
+            self._host.forget(self._number, self)
+            self._host.tell(f"worker {self._session.worker} ({self._where}) is gone: {reason}")
+
+    def _talk(self) -> str:
+        while not self._host.stopping.is_set():
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except TimeoutError:
+                if time.monotonic() > self._heard + self._host.options.idle_timeout_s:
+                    return "it said nothing for too long"
+                continue
+            if not data:
+                return "it closed the connection"
+            self._heard = time.monotonic()
+            try:
+                effects = self._session.receive(self._parser.feed(data))
+            except ProtocolError as error:
+                effects = self._session.fail(str(error))
+            reason = self._carry_out(effects)
+            if reason:
+                return reason
+        return "the sink is stopping"
+
+    def _carry_out(self, effects: Sequence[Effect]) -> str:
+        """Do what the session asks for; why it is over, if it is."""
+        queue = list(effects)
+        while queue:
+            effect = queue.pop(0)
+            match effect:
+                case Reply(frame=frame):
+                    self._send(frame)
+                case Approve():
+                    queue[:0] = self._approve(effect)
+                case Append(messages=messages):
+                    self._append(messages)
+                case Prepare(vote=vote):
+                    queue[:0] = self._session.voted(vote, self._prepare(vote))
+                case Resolve(vote=vote, commit=commit):
+                    queue[:0] = self._resolve(vote, commit)
+                case Left(workers=workers):
+                    self._host.tell(f"workers {', '.join(workers)} will not come back")
+                case Note(text=text):
+                    self._host.tell(text)
+                case Over(reason=reason):
+                    return reason
+        return ""
+
+    def _send(self, frame: wire.Frame) -> None:
+        self._socket.settimeout(self._host.options.send_timeout_s)
+        self._socket.sendall(wire.encode(frame))
+        self._socket.settimeout(TICK_S)
+
+    # Effects
+
+    def _approve(self, asked: Approve) -> list[Effect]:
+        if not WORKER.match(asked.worker):
+            return self._session.fail("a worker's name is 1 to 200 letters, digits and . _ @ : / =")
+        self.attempt = attempt_of(asked.program)
+        if not self._host.approve(asked.worker, self):
+            return self._session.fail(f"worker {asked.worker} is connected already")
+        standing = self._host.transactions.standing(asked.worker)
+        try:
+            self._sink = self._host.make(asked.worker)
+            self._sink.open(standing.kept)
+        except Exception as error:
+            return self._session.fail(f"the target cannot be used: {_told(error)}")
+        self._host.tell(f"worker {asked.worker} ({self._where}) stands at {standing.committed}")
+        return self._session.approved(standing)
+
+    def _append(self, messages: Sequence[wire.Message]) -> None:
+        assert self._sink is not None  # noqa: S101  approved before
+        try:
+            failpoint("sink.append")
+            self._sink.append(messages)
+        except Exception as error:
+            self._host.tell(f"worker {self._session.worker}: could not append: {_told(error)}")
+            self._session.broken()
+
+    def _prepare(self, vote: Vote) -> bool:
+        assert self._sink is not None  # noqa: S101  approved before
+        try:
+            failpoint("sink.flush")
+            self._sink.flush()
+            failpoint("sink.vote")
+            self._save(msgspec.structs.replace(self._session.standing, pending=vote))
+            failpoint("sink.voted")
+        except Exception as error:
+            self._host.tell(f"worker {self._session.worker}: could not flush: {_told(error)}")
+            return False
+        return True
+
+    def _resolve(self, vote: Vote, commit: bool) -> list[Effect]:
+        """The target first: if this is interrupted, the outcome is told again."""
+        assert self._sink is not None  # noqa: S101  approved before
+        before = self._session.standing
+        committed = vote.end if commit else before.committed
+        try:
+            failpoint("sink.resolve")
+            if commit:
+                self._sink.commit(vote.start, vote.end)
+            else:
+                self._sink.abort(vote.start)
+            failpoint("sink.resolved")
+            self._save(Standing(committed, None, (vote.transaction, commit)))
+        except Exception as error:
+            what = "commit" if commit else "abort"
+            return self._session.fail(f"could not {what} {vote.transaction}: {_told(error)}")
+        self._session.resolved(vote, commit)
+        return []
+
+    def _save(self, standing: Standing) -> None:
+        self._host.transactions.save(self._session.worker, standing)
+
+
+def attempt_of(program: str) -> tuple[int, ...]:
+    """The attempt that a worker says it is: numbers that compare from left to right."""
+    found = ATTEMPT.search(program)
+    return tuple(int(part or 0) for part in found.group(1).split(".")) if found else ()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
