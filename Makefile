@@ -25,9 +25,11 @@ demo: $(READY) ## A shop on Spark under load, killed with -9 in the middle, chec
 kafka: $(READY) ## Start a Kafka broker on loopback and print its address; Ctrl-C stops it.
 	@$(RUN)/python -m penstock.testing.brokers
 
-tools: ## Install what tests compare with: kcat, another Kafka client (Debian, as root).
-	@command -v kcat > /dev/null || { test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
-	  { apt-get update -qq && apt-get install -qq -y --no-install-recommends kcat > /dev/null; }; }
+tools: ## Install what tests use: kcat, Redis and PostgreSQL (Debian, as root).
+	@{ command -v kcat && command -v redis-server && ls /usr/lib/postgresql; } > /dev/null 2>&1 || \
+	  test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
+	  { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+	    --no-install-recommends kcat redis-server postgresql > /dev/null; }
 
 test: $(READY) tools ## Run all tests (what CI runs).
 	$(RUN)/python -m pytest -m 'not soak'

@@ -226,10 +226,10 @@ def copying(folder: Path, quick: bool) -> list[Result]:
                 rates[name] = _steady(_copied(log, app, rows))
         close_session(session())
         command = [
-            sys.executable, str(PEER / "copy.py"), str(jars), brokers.addresses[0],
+            sys.executable, str(PEER / "copy_topic.py"), str(jars), brokers.addresses[0],
             "bench.default.orders", _topic(brokers.addresses[0]), str(folder / "cp"), str(rows),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1200)
         rates["spark"] = _steady(msgspec.json.decode(done.stdout.splitlines()[-1]))
     beside = f"{rates['spark']:,.0f} events/s: Spark's own Kafka source and sink, at-least-once"
     return [

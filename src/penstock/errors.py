@@ -256,3 +256,16 @@ class ConnectorError(PenstockError):
     """A connector cannot go on: the other side refuses it."""
 
     code = "connector"
+
+
+class SinkGoneError(ConnectorError):
+    """A sink cannot be reached, or does not answer in time."""
+
+    code = "sink_gone"
+    retriable = True
+
+
+class OutboxError(PenstockError):
+    """What is in an outbox cannot be published."""
+
+    code = "outbox"

@@ -43,6 +43,22 @@ NAMES: tuple[str, ...] = (
     "merge.replaced",
     "sweep.deleted",
 )
+#: of programs beside the log
+CONNECTOR_NAMES: tuple[str, ...] = (
+    "sink.append",
+    "sink.flush",
+    "sink.vote",
+    "sink.voted",
+    "sink.resolve",
+    "sink.resolved",
+    "push.voted",
+    "push.decided",
+    "push.told",
+    "outbox.read",
+    "outbox.published",
+    "outbox.deleted",
+    "outbox.committed",
+)
 ENVIRONMENT = "PENSTOCK_FAILPOINTS"
 REACHED = "PENSTOCK_FAILPOINT_REACHED"
 
@@ -64,7 +80,7 @@ def failpoint(name: str) -> None:
 def arm(name: str, action: Action, at: int = 1) -> None:
     """Make `name` fail the `at`-th time it is reached from now on."""
     global _armed
-    if name not in NAMES:
+    if name not in (*NAMES, *CONNECTOR_NAMES):
         raise ValueError(f"there is no failpoint {name!r}; see penstock.failpoints.NAMES")
     _armed = {**(_armed or {}), name: (action, at)}
     _reached.pop(name, None)

@@ -24,9 +24,11 @@ from tests.fault.pipeline import Payment
 APP = Path(__file__).with_name("pipeline.py")
 USERS = 12
 #: every step from staging in a task to the commit that makes a batch visible
-STEPS = [
+ALL_STEPS = [
     n for n in NAMES if n.split(".")[0] in ("stage", "commit", "publish") and n != "commit.ids"
 ]
+#: of these, one before, one within and one after each thing that must not fall apart
+STEPS = ["stage.blobs", "publish.pieces", "commit.begun", "commit.progress", "commit.committed"]
 
 
 class Load(threading.Thread):

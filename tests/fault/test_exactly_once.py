@@ -12,7 +12,7 @@ from penstock import Log
 from penstock import open as open_log
 from penstock.app.plan import plan
 from penstock.app.runner import make_streams
-from tests.fault.payments import STEPS, kills_at, random_kills, seed_of
+from tests.fault.payments import ALL_STEPS, STEPS, kills_at, random_kills, seed_of
 from tests.fault.pipeline import app
 
 
@@ -38,6 +38,12 @@ def test_many_random_kills(log: Log, tmp_path: Path, request: pytest.FixtureRequ
 
 
 @pytest.mark.row("F1", engine="embedded")
-@pytest.mark.timeout(1200)
-def test_a_kill_at_every_step(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.timeout(900)
+def test_kills_within_a_batch(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     kills_at(log, tmp_path, STEPS, seed_of(request), range(5, 25))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_kill_at_every_step(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    kills_at(log, tmp_path, ALL_STEPS, seed_of(request), range(5, 25))

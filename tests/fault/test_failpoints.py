@@ -54,7 +54,7 @@ def test_the_list_of_failpoints_is_what_the_code_has() -> None:
         for path in folder.rglob("*.py")
         for name in re.findall(r'\bfailpoint\("([a-z.]+)"\)', path.read_text("utf-8"))
     }
-    assert used == set(failpoints.NAMES)
+    assert used == {*failpoints.NAMES, *failpoints.CONNECTOR_NAMES}
 
 
 def test_an_unknown_failpoint_is_refused() -> None:

@@ -25,12 +25,14 @@ from penstock.app.definitions import (
     Derivation,
     Feed,
     Place,
+    Sinking,
 )
 from penstock.app.location import Location, caller, of_function
 from penstock.app.signature import read_signature
 from penstock.app.streams import AppStream, How, OnError
 from penstock.app.tables import AppTable, KeyType, RelativeTo, value_schema
 from penstock.app.windows import Duration, Windows
+from penstock.connect.source import parse_address
 from penstock.errors import AppError
 from penstock.log.names import check_name, parse_stream
 from penstock.log.objects import StreamSpec
@@ -42,6 +44,7 @@ R = TypeVar("R", bound=Record)
 Function = Callable[..., object]
 
 RETRIES_MAX = 100
+WORKERS_MAX = 256
 BATCH_ROWS_MAX = 1_000_000
 
 
@@ -339,6 +342,35 @@ class App:
             return made
 
         return decorate
+
+    def sink(
+        self,
+        stream: AppStream[object],
+        address: str,
+        *,
+        name: str | None = None,
+        workers: int = 2,
+        cookie: str = "",
+        timeout: Duration = "60 seconds",
+    ) -> None:
+        """Push the events of a stream into a sink connector at `host:port`, each once.
+
+        Rows go to one of `workers` connections by their key, as JSON or as the bytes they are.
+        The number of workers is part of what the sink remembers: it must not change.
+        """
+        where = caller()
+        called = name or f"{stream.name}_sink"
+        self.check_input(where, called, stream)
+        check_place(where, address, parse_address)
+        if not 1 <= workers <= WORKERS_MAX:
+            raise AppError(f"{where}: sink {called}: workers is 1 to {WORKERS_MAX}")
+        self.define(
+            Sinking(
+                name=called, inputs=(stream,), outputs=(), location=where, address=address,
+                workers=workers, cookie=cookie,
+                timeout_s=(length(where, timeout, "the timeout") or 0) / 1e6,
+            )
+        )  # fmt: skip
 
     def _dead_letters(self, of: str, where: Location) -> AppStream[object]:
         name = f"{of}_dead"

@@ -117,6 +117,16 @@ class DeadLetters(Definition):
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
+class Sinking(Definition):
+    """Events pushed into a sink connector."""
+
+    address: str
+    workers: int
+    cookie: str = field(repr=False)
+    timeout_s: float
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
 class Feed(Definition):
     """A stream filled from an iterable or a channel of this process."""
 

@@ -13,6 +13,7 @@ from penstock.app.definitions import (
     Derivation,
     Feed,
     Place,
+    Sinking,
     StreamJoin,
     keeps_timers,
 )
@@ -74,6 +75,8 @@ def can_share(one: Definition, other: Definition) -> bool:
     that decides how far a batch may go."""
     alone = (one, other)
     if any(isinstance(d, Agent) and (d.manual_ack or keeps_timers(d)) for d in alone):
+        return False
+    if any(isinstance(d, Sinking) for d in alone):
         return False
     return kind_of(one) == kind_of(other) == "tasks" and [p.name for p in one.inputs] == [
         p.name for p in other.inputs

@@ -19,7 +19,8 @@ class Position(msgspec.Struct, kw_only=True):
     offsets behind it that were not acknowledged; `workers` who handled a partition last;
     `producer` the name under which the query commits, so that whoever takes it over can fence
     it. A query that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of
-    its state.
+    its state. One that feeds a sink has the `transactions` that its last batch decided to commit,
+    by worker, with where each ends.
     """
 
     producer: str
@@ -31,6 +32,7 @@ class Position(msgspec.Struct, kw_only=True):
     time_us: int = 0
     checkpoint: str = ""
     plan: str = ""
+    transactions: dict[str, tuple[str, int]] = {}
 
 
 def progress_key(app: str, definition: str) -> str:

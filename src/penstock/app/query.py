@@ -25,7 +25,7 @@ from penstock.app.positions import (
 )
 from penstock.app.splits import free_splits, keyed_splits, merged
 from penstock.app.tables import AppTable
-from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range, read_range
+from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range, Split, read_range
 from penstock.errors import (
     CommitOutcomeUnknownError,
     FencedError,
@@ -33,6 +33,7 @@ from penstock.errors import (
     OffsetGoneError,
     PenstockError,
     QueryFailedError,
+    SinkGoneError,
 )
 from penstock.log.api import Commit, Committed, Holder, Log, Offsets
 from penstock.log.objects import Stream
@@ -237,6 +238,7 @@ class Query:
                 self._log.unpin(order.pin)
         self.position = msgspec.structs.replace(position, sequence=position.sequence + 1)
         self._keep_timers(outcomes)
+        self._settle(order, outcomes)
         return told(self._log, order, outcomes, committed, time.monotonic() - began)
 
     def _next_ranges(self) -> tuple[list[Range], dict[str, Stream]]:
@@ -289,19 +291,30 @@ class Query:
         again: Sequence[Range],
     ) -> BatchOrder:
         assert self._holder is not None  # noqa: S101  start comes first
-        if self._is_keyed:
-            splits = keyed_splits(ranges, streams, self._limits.tasks, timers, again)
-        else:
-            splits = free_splits(ranges)
         return BatchOrder(
             query=self.name,
             holder=self._holder,
             sequence=self.position.sequence,
             now_us=self._clock(),
-            splits=tuple(splits),
+            splits=tuple(self._splits(ranges, streams, timers, again)),
             pin=self._log.pin(PIN_S) if self._needs_pin else None,
             past=self.definitions[0].past,
         )
+
+    def _splits(
+        self,
+        ranges: Sequence[Range],
+        streams: Mapping[str, Stream],
+        timers: Sequence[tuple[bytes, int]],
+        again: Sequence[Range],
+    ) -> list[Split]:
+        """How the batch is cut into tasks."""
+        if self._is_keyed:
+            return keyed_splits(ranges, streams, self._limits.tasks, timers, again)
+        return free_splits(ranges)
+
+    def _settle(self, order: BatchOrder, outcomes: Sequence[Outcome]) -> None:
+        """What else is to be done once the batch is committed."""
 
     def _check(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -431,5 +444,7 @@ def failed(failure: Failure) -> PenstockError:
     """The error that tells a user what their function did wrong, and where."""
     if failure.code == FencedError.code:
         return FencedError(failure.error)
+    if failure.code == SinkGoneError.code:
+        return SinkGoneError(failure.error)
     text = f"{failure.definition} failed at {failure.place}: {failure.error}"
     return QueryFailedError(f"{text}\n\n{failure.traceback}" if failure.traceback else text)

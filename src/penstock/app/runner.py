@@ -23,6 +23,7 @@ from penstock.app.definitions import (
     Lookup,
     Place,
     Rekey,
+    Sinking,
     TableJoin,
     keeps_timers,
 )
@@ -31,6 +32,7 @@ from penstock.app.joins import LookupWork, RekeyWork, TableJoinWork
 from penstock.app.plan import Plan, can_share, kind_of
 from penstock.app.positions import Position, producer_name, query_name
 from penstock.app.query import Clock, Executor, Query, QueryLimits, Step
+from penstock.app.sinks import SinkQuery, SinkWork
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import (
     AppError,
@@ -38,6 +40,7 @@ from penstock.errors import (
     PenstockError,
     PlanChangedError,
     QueryFailedError,
+    SinkGoneError,
     SparkGoneError,
     UnknownObjectError,
     UsageError,
@@ -292,7 +295,9 @@ class Runner:
                 kept.error = error
                 kept.status.error = str(error)
                 kept.failures += 1
-                if not is_worth_trying(error) or kept.failures >= self._options.tries_max:
+                is_over = kept.failures >= self._options.tries_max
+                # A sink that is away is waited for: the log keeps what is for it.
+                if not is_worth_trying(error) or (is_over and not isinstance(error, SinkGoneError)):
                     kept.status.state = "failed"
                     return
                 kept.status.state = "restarting"
@@ -346,7 +351,8 @@ def build(
     for group in claimed_groups(log, plan.app.name, tasks):
         works = [work_of(plan.app.name, definition) for definition in group]
         executor = backend.executor(log, works)
-        queries.append(Query(log, plan.app.name, group, executor, limits=limits, clock=clock))
+        kind = SinkQuery if isinstance(group[0], Sinking) else Query
+        queries.append(kind(log, plan.app.name, group, executor, limits=limits, clock=clock))
     return Runner(log, plan, queries, options, backend.is_alive)
 
 
@@ -362,6 +368,8 @@ def work_of(app: str, definition: Definition) -> Work:
             return TableJoinWork(app, definition)
         case DeadLetters():
             return DamageWork(app, definition)
+        case Sinking():
+            return SinkWork(app, definition)
     raise AssertionError(definition)
 
 

@@ -88,6 +88,15 @@ class Hop(NamedTuple):
     rows: int
 
 
+class SinkVote(NamedTuple):
+    """A sink's worker has made these bytes durable, and waits for the outcome."""
+
+    worker: str
+    transaction: str
+    start: int
+    end: int
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a split."""
 
@@ -100,6 +109,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     hops: tuple[Hop, ...] = ()
     unacknowledged: tuple[tuple[str, int, int], ...] = ()
     timers: tuple[tuple[bytes, int | None], ...] = ()
+    votes: tuple[SinkVote, ...] = ()
     failure: Failure | None = None
 
 
@@ -152,6 +162,7 @@ def run_split(log: Log, works: Sequence[Work], batch: BatchOrder, split: Split) 
         hops=tuple(_hops(inputs.batches)) if is_first else (),
         unacknowledged=tuple(u for outcome in outcomes for u in outcome.unacknowledged),
         timers=tuple(t for outcome in outcomes for t in outcome.timers),
+        votes=tuple(v for outcome in outcomes for v in outcome.votes),
     )
 
 

@@ -109,6 +109,7 @@ class SinkHost:
         self.transactions = TransactionLog(folder)
         self.stopping = threading.Event()
         self._active: dict[str, _Worker] = {}
+        self._latest: dict[str, tuple[int, ...]] = {}
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Worker] = {}
@@ -178,6 +179,8 @@ class SinkHost:
         """Whether the worker may connect: it is not connected, or only with an older attempt."""
         deadline = time.monotonic() + TAKEOVER_S
         with self._changed:
+            if connection.attempt < self._latest.get(worker, ()):
+                return False  # a zombie: somebody newer was here
             while (there := self._active.get(worker)) is not None:
                 if connection.attempt <= there.attempt:
                     return False
@@ -185,6 +188,7 @@ class SinkHost:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return False
             self._active[worker] = connection
+            self._latest[worker] = connection.attempt
             return True
 
     def forget(self, number: int, connection: _Worker) -> None:
@@ -290,7 +294,9 @@ class _Worker:
             return self._session.fail("a worker's name is 1 to 200 letters, digits and . _ @ : / =")
         self.attempt = attempt_of(asked.program)
         if not self._host.approve(asked.worker, self):
-            return self._session.fail(f"worker {asked.worker} is connected already")
+            return self._session.fail(
+                f"worker {asked.worker} is connected already, or a later attempt was"
+            )
         standing = self._host.transactions.standing(asked.worker)
         try:
             self._sink = self._host.make(asked.worker)

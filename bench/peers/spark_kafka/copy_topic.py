@@ -1,6 +1,6 @@
 """Copies a topic with Spark's own Kafka source and sink, tuned, at-least-once; prints the rates.
 
-python copy.py JARS SERVERS FROM TO CHECKPOINT BATCH_ROWS
+python copy_topic.py JARS SERVERS FROM TO CHECKPOINT BATCH_ROWS
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def main() -> None:
         SparkSession.builder.master("local[2]")
         .config("spark.jars", ",".join(str(path) for path in Path(jars).glob("*.jar")))
         .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
         .config("spark.driver.memory", "4g")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")

@@ -1,0 +1,1 @@
+"""Sinks for real systems, each a class and a script."""

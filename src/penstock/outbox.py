@@ -1,0 +1,318 @@
+"""Events written in a database's own transaction, and published from there, each once.
+
+    with database.begin() as transaction:             # psycopg, SQLAlchemy, or sqlite3
+        transaction.execute("UPDATE accounts …")
+        outbox.add(transaction, "payments", Payment(user="ada", amount=5))
+
+The row commits or rolls back with everything else. A relay reads rows, appends them to the log
+under their number, and deletes them. Killed in between, it does so again: a stream with
+ids="producer" holds each number once.
+
+Numbers are given when a row is added, so they may commit in another order; the relay asks for
+what is there, never for what comes after a number. In strict mode a transaction waits for the
+one before it, so that numbers, and with them the stream, have the order of the commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import functools
+import importlib
+import importlib.resources
+import re
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from penstock.errors import (
+    CommitOutcomeUnknownError,
+    OutboxError,
+    PenstockError,
+    RecordError,
+    UsageError,
+)
+from penstock.failpoints import failpoint
+from penstock.log.api import Commit, Log
+from penstock.log.compose import Composer, EventOptions, Outgoing
+from penstock.records.event import Key, from_microseconds, key_bytes, microseconds, now_us
+
+BATCH_ROWS_MAX = 1000
+POLL_S = 0.1
+COMMIT_TRIES = 5
+Connection = Any
+"""A connection of sqlite3 or psycopg, or a Connection or Session of SQLAlchemy."""
+Dialect = Literal["sqlite", "postgresql"]
+
+
+class Row(NamedTuple):
+    """An event that waits in the outbox."""
+
+    id: int
+    stream: str
+    data: bytes
+    kind: str
+    key: bytes | None
+    time_us: int
+    headers: str | None
+
+
+# The user's side
+
+
+def create(connection: Connection) -> None:
+    """Make the outbox in the user's database, if it is not there; commit is the caller's."""
+    _run(connection, f"create_{dialect_of(connection)}")
+    _run(connection, "create_origin")
+    if not _rows(connection, "origin"):
+        _run(connection, "save_origin", {"origin": secrets.token_hex(16)})
+
+
+def add(
+    connection: Connection,
+    stream: str,
+    data: object,
+    *,
+    key: Key | None = None,
+    time: dt.datetime | None = None,
+    headers: Mapping[str, str] | None = None,
+    strict: bool = False,
+) -> int:
+    """Write an event into the transaction that is open on this connection; returns its number.
+
+    With `strict`, transactions that add events wait for each other, so that numbers have the
+    order of the commits. Whether the stream takes the data is found by the relay.
+    """
+    kind, packed = _packed(data)
+    if strict and dialect_of(connection) == "postgresql":  # SQLite has one writer at a time
+        _rows(connection, "wait_for_others")
+    given = {
+        "stream": stream,
+        "data": packed,
+        "kind": kind,
+        "key": key_bytes(key),
+        "time_us": now_us() if time is None else microseconds(time),
+        "headers": None if not headers else msgspec.json.encode(dict(headers)).decode(),
+    }
+    return int(_rows(connection, "add", given)[0][0])
+
+
+def _packed(data: object) -> tuple[str, bytes]:
+    if isinstance(data, bytes):
+        return "bytes", data
+    try:
+        return "json", msgspec.json.encode(data)
+    except (TypeError, msgspec.EncodeError) as error:
+        raise RecordError(
+            f"{type(data).__name__} cannot be written to the outbox: {error}"
+        ) from error
+
+
+# Databases
+
+
+def dialect_of(connection: Connection) -> Dialect:
+    """Which database a connection is to."""
+    if isinstance(connection, sqlite3.Connection):
+        return "sqlite"
+    kind = type(connection)
+    if kind.__module__.startswith("psycopg"):
+        return "postgresql"
+    if _is_sqlalchemy(connection):
+        name = str(connection.get_bind().dialect.name if hasattr(connection, "get_bind")
+                   else connection.dialect.name)  # fmt: skip
+        if name in ("sqlite", "postgresql"):
+            return name  # type: ignore[return-value]
+        raise UsageError(f"the outbox knows SQLite and PostgreSQL, not {name}")
+    raise UsageError(
+        f"{kind.__module__}.{kind.__qualname__} is no connection that the outbox knows: give one "
+        "of sqlite3 or psycopg, or a Connection or Session of SQLAlchemy"
+    )
+
+
+def _is_sqlalchemy(connection: Connection) -> bool:
+    return any(kind.__module__.startswith("sqlalchemy.") for kind in type(connection).__mro__)
+
+
+def _rows(
+    connection: Connection, name: str, values: Mapping[str, object] | None = None
+) -> list[Any]:
+    return list(_run(connection, name, values).fetchall())
+
+
+def _run(connection: Connection, name: str, values: Mapping[str, object] | None = None) -> Any:
+    """Run a statement of outbox.sql, in whatever way the connection wants its values named."""
+    statement, given = _sql(name), dict(values or {})
+    if isinstance(connection, sqlite3.Connection):
+        return connection.execute(statement, given)
+    if _is_sqlalchemy(connection):
+        text = importlib.import_module("sqlalchemy").text
+        return connection.execute(text(statement), given)
+    return connection.execute(re.sub(r":(\w+)", r"%(\1)s", statement), given)
+
+
+@functools.cache
+def _sql(name: str) -> str:
+    text = importlib.resources.files(__package__).joinpath("outbox.sql").read_text("utf-8")
+    blocks = (block.partition("\n") for block in text.split("-- name: ")[1:])
+    found = {own.strip(): body for own, _, body in blocks}
+    lines = [line for line in found[name].splitlines() if not line.startswith("--")]
+    return "\n".join(lines).strip().rstrip(";")
+
+
+# The relay
+
+
+class Relay:
+    """Publishes what is in an outbox; one at a time, a second one fences the first.
+
+    `connect` opens a connection to the database, as often as it is needed.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        connect: Callable[[], contextlib.AbstractContextManager[Connection]],
+    ) -> None:
+        self._log = log
+        self._connect = connect
+        self._composer = Composer("outbox", log.limits)
+        self.published = 0
+
+    def run(self, stop: threading.Event, backoff_s_max: float = 10.0) -> None:
+        """Go on until `stop` is set; a database that is away is waited for.
+
+        Raises `OutboxError` for a row that its stream does not take, `FencedError` if another
+        relay has begun.
+        """
+        wait_s = POLL_S
+        while not stop.is_set():
+            try:
+                with self._connect() as connection:
+                    self._hold(connection)
+                    wait_s = POLL_S
+                    while not stop.is_set():
+                        if not self.step(connection):
+                            stop.wait(POLL_S)
+            except PenstockError as error:
+                if not error.retriable:
+                    raise
+            except Exception as error:
+                if not _is_away(error):
+                    raise
+            if not stop.is_set():
+                stop.wait(wait_s)
+                wait_s = min(wait_s * 2, backoff_s_max)
+
+    def drain(self) -> int:
+        """Publish everything that is there now; how many."""
+        done = 0
+        with self._connect() as connection:
+            self._hold(connection)
+            while count := self.step(connection):
+                done += count
+        return done
+
+    def _hold(self, connection: Connection) -> None:
+        origin = _rows(connection, "origin")
+        connection.commit()
+        if not origin:
+            raise OutboxError("there is no outbox in this database: make it with outbox.create")
+        self._origin = str(origin[0][0])
+        self._producer = f"outbox/{self._origin}"
+        self._holder = self._log.hold(self._producer)
+        last = self._log.last_commit(self._producer)
+        self._sequence = 0 if last is None else last.sequence + 1
+
+    def step(self, connection: Connection) -> int:
+        """Publish the next rows and delete them; how many there were.
+
+        1. Read rows; some may have been published and not deleted.
+        2. Append them: a stream drops the numbers that it holds.
+        3. Delete exactly these rows, and commit.
+        """
+        rows = self._waiting(connection)
+        connection.commit()
+        if not rows:
+            return 0
+        failpoint("outbox.read")
+        for stream in dict.fromkeys(row.stream for row in rows):
+            self._publish(stream, [row for row in rows if row.stream == stream])
+        failpoint("outbox.published")
+        for row in rows:
+            _run(connection, "delete", {"id": row.id})
+        failpoint("outbox.deleted")
+        connection.commit()
+        failpoint("outbox.committed")
+        self.published += len(rows)
+        return len(rows)
+
+    def _waiting(self, connection: Connection) -> list[Row]:
+        found = _rows(connection, "waiting", {"rows": BATCH_ROWS_MAX})
+        return [
+            Row(r[0], r[1], bytes(r[2]), r[3], None if r[4] is None else bytes(r[4]), r[5], r[6])
+            for r in found
+        ]
+
+    def _publish(self, name: str, rows: Sequence[Row]) -> None:
+        stream = self._log.stream(name)
+        if stream.spec.ids != "producer":
+            raise OutboxError(
+                f"stream {name} does not take ids from the producer, so what the relay repeats "
+                "would be there twice: create it with --ids producer"
+            )
+        self._check_origin(name)
+        events = [self._event(name, row) for row in rows]
+        commit = Commit(
+            parts=[self._composer.part(stream, events)],
+            progress={_origin_key(name): self._origin.encode()},
+        )
+        for _ in range(COMMIT_TRIES - 1):
+            with contextlib.suppress(CommitOutcomeUnknownError):
+                self._log.commit(self._holder, self._sequence, commit)
+                break
+        else:
+            self._log.commit(self._holder, self._sequence, commit)
+        self._sequence += 1
+
+    def _check_origin(self, name: str) -> None:
+        """Numbers of another outbox would be taken for repeats."""
+        found = self._log.progress(_origin_key(name))
+        if found is not None and found.decode() != self._origin:
+            raise OutboxError(
+                f"stream {name} is fed by another outbox: its numbers would be taken for repeats; "
+                "give this one a stream of its own"
+            )
+
+    def _event(self, name: str, row: Row) -> Outgoing:
+        stream = self._log.stream(name)
+        data: object = row.data if row.kind == "bytes" else msgspec.json.decode(row.data)
+        headers = None if row.headers is None else msgspec.json.decode(row.headers)
+        given = EventOptions(
+            key=row.key if stream.spec.key is None else None,
+            id=row.id,
+            time=from_microseconds(row.time_us) if stream.spec.time is None else None,
+            headers=headers,
+        )
+        try:
+            return self._composer.admit(stream, data, given)
+        except UsageError as error:
+            raise OutboxError(
+                f"row {row.id} of the outbox does not fit stream {name}: {error}; correct or "
+                "delete it, and start the relay again"
+            ) from error
+
+
+def _origin_key(stream: str) -> str:
+    return f"outbox/stream/{stream}"
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether a database's own error means that it cannot be reached now."""
+    return any(
+        kind.__name__ in ("OperationalError", "InterfaceError") for kind in type(error).__mro__
+    )

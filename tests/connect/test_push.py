@@ -1,0 +1,246 @@
+"""From the log into a sink, each row once: kills on both sides, at every step and at random."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock import App, Log, Producer
+from penstock import open as open_log
+from penstock.app.plan import plan
+from penstock.app.runner import make_streams
+from penstock.connect.sink import SinkHost, SinkOptions
+from penstock.connect.sinks.file import FileSink
+from penstock.errors import AppError
+from penstock.failpoints import CONNECTOR_NAMES, ENVIRONMENT, REACHED
+from penstock.testing.apps import AppTest
+from penstock.testing.processes import VICTIMS, RunnerProcess, wait_until
+from tests.connect.pushing import Number, app
+from tests.connect.test_sinks import SinkProcess, address_of, lines
+
+APP = Path(__file__).with_name("pushing.py")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    with open_log(tmp_path / "log.db") as opened:
+        make_streams(opened, plan(app).only(["numbers_sink"]))
+        yield opened
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> Iterator[SinkProcess]:
+    found = SinkProcess(tmp_path / "sink")
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+def send(log: Log, numbers: range) -> None:
+    with Producer(log) as producer:
+        for n in numbers:
+            producer.send("numbers", Number(f"k{n % 7}", n))
+
+
+def of_worker(folder: Path, number: int, query: str = "numbers_sink") -> list[Number]:
+    found = lines(folder, f"pushing.{query}-{number}")
+    return [msgspec.json.decode(line, type=Number) for line in found]
+
+
+def received(folder: Path, query: str = "numbers_sink", workers: int = 2) -> list[Number]:
+    return [row for n in range(workers) for row in of_worker(folder, n, query)]
+
+
+def check(folder: Path, count: int, workers: int = 2) -> None:
+    """Every row once, those of a key with one worker and in order."""
+    rows = received(folder, workers=workers)
+    assert Counter(row.n for row in rows) == Counter(range(count))
+    for key in {row.key for row in rows}:
+        mine = [row.n for row in rows if row.key == key]
+        assert mine == sorted(mine)
+    homes = [{row.key for row in of_worker(folder, n)} for n in range(workers)]
+    assert sum(map(len, homes)) == len(set.union(*homes)), "a key has one worker"
+
+
+@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_rows_arrive_once(tmp_path: Path, workers: int) -> None:
+    folder = tmp_path / "sink"
+    with SinkHost(lambda worker: FileSink(folder, worker), folder) as host:
+        made = App("pushing")
+        numbers = made.stream("numbers", Number, key="key", partitions=3)
+        made.sink(numbers, address_of(host), workers=workers)
+        with AppTest(made, tmp_path) as run:
+            run.send(numbers, *[Number(f"k{n % 7}", n) for n in range(300)])
+            run.until_idle()
+            run.restart()
+            run.send(numbers, *[Number(f"k{n % 7}", n) for n in range(300, 400)])
+            run.until_idle()
+    check(folder, 400, workers)
+
+
+def test_mistakes_are_found_when_it_is_declared() -> None:
+    made = App("a")
+    numbers = made.stream("numbers", Number)
+    with pytest.raises(AppError, match=r"test_push.py.*'nowhere' is no address"):
+        made.sink(numbers, "nowhere")
+    with pytest.raises(AppError, match="workers is 1 to 256"):
+        made.sink(numbers, "127.0.0.1:1", workers=0)
+
+
+def test_another_sink_is_noticed(tmp_path: Path) -> None:
+    made = App("pushing")
+    numbers = made.stream("numbers", Number, key="key")
+    first, second = tmp_path / "one", tmp_path / "two"
+    with SinkHost(lambda worker: FileSink(first, worker), first) as host:
+        made.sink(numbers, address_of(host), workers=1)
+        port = host.address[1]
+        with AppTest(made, tmp_path) as run:
+            run.send(numbers, Number("k", 1))
+            run.until_idle()
+    options = SinkOptions(port=port)
+    with SinkHost(lambda worker: FileSink(second, worker), second, options):
+        with AppTest(made, tmp_path, tries_max=1) as run:
+            assert "it is another one, or has lost some" in str(run.until_failed())
+
+
+class Driver:
+    """The app without Spark, in a process of its own."""
+
+    def __init__(self, folder: Path, sink: SinkProcess) -> None:
+        self.reached = folder / "reached"
+        self._command = [sys.executable, "-m", "tests.connect.pushing", str(folder / "log.db")]
+        self._environment = {**os.environ, "SINK_ADDRESS": f"127.0.0.1:{sink.port}"}
+
+    def start(self, failpoint: str = "") -> subprocess.Popen[bytes]:
+        armed = {ENVIRONMENT: failpoint, REACHED: str(self.reached)} if failpoint else {}
+        return subprocess.Popen(self._command, env={**self._environment, **armed})
+
+    def run(self, failpoint: str = "") -> int:
+        with self.start(failpoint) as process:
+            return process.wait(90)
+
+
+@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.parametrize(
+    "step", [*(n for n in CONNECTOR_NAMES if n.startswith("push.")), "commit.committed"]
+)
+@pytest.mark.parametrize("at", [1, 3])
+def test_the_driver_is_killed_at(
+    tmp_path: Path, log: Log, sink: SinkProcess, step: str, at: int
+) -> None:
+    sink.start()
+    send(log, range(1500))
+    driver = Driver(tmp_path, sink)
+    assert driver.run(f"{step}=kill@{at}") == -signal.SIGKILL
+    assert driver.run() == 0
+    check(sink.folder, 1500)
+
+
+@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.parametrize("step", [n for n in CONNECTOR_NAMES if n.startswith("sink.")])
+def test_the_sink_is_killed_at(tmp_path: Path, log: Log, sink: SinkProcess, step: str) -> None:
+    sink.start(f"{step}=kill@3")
+    send(log, range(1500))
+    with Driver(tmp_path, sink).start() as driver:
+        wait_until(lambda: not sink.is_running(), 60, "the sink being killed")
+        sink.ensure()
+        assert driver.wait(90) == 0
+    check(sink.folder, 1500)
+
+
+@pytest.mark.row("W14", engine="embedded")
+def test_a_driver_that_slept_past_its_fencing_does_no_harm(
+    tmp_path: Path, log: Log, sink: SinkProcess
+) -> None:
+    """It has every vote and is stopped; another one takes over and finishes; it wakes up."""
+    sink.start()
+    send(log, range(600))
+    driver = Driver(tmp_path, sink)
+    with driver.start("push.voted=stop@2") as zombie:
+        wait_until(driver.reached.exists, 60, "the votes")
+        assert driver.run() == 0
+        check(sink.folder, 600)
+        zombie.send_signal(signal.SIGCONT)
+        assert zombie.wait(90) != 0
+    check(sink.folder, 600)
+
+
+@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.timeout(600)
+def test_random_kills(
+    tmp_path: Path, log: Log, sink: SinkProcess, request: pytest.FixtureRequest
+) -> None:
+    push_under_kills(tmp_path, log, sink, 5, request)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_many_random_kills(
+    tmp_path: Path, log: Log, sink: SinkProcess, request: pytest.FixtureRequest
+) -> None:
+    push_under_kills(tmp_path, log, sink, 25, request)
+
+
+def push_under_kills(
+    folder: Path, log: Log, sink: SinkProcess, kills: int, request: pytest.FixtureRequest
+) -> None:
+    """On Spark: the runner, its JVM, a worker, or the sink; another number of tasks each time."""
+    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
+    chance = random.Random(seed)
+    sink.start()
+    environment = {"SINK_ADDRESS": f"127.0.0.1:{sink.port}"}
+    sent, done = 0, 0
+
+    def more() -> None:
+        nonlocal sent
+        count = chance.randrange(200, 800)
+        send(log, range(sent, sent + count))
+        sent += count
+
+    def arguments() -> list[str]:
+        master = f"local[{chance.choice([1, 2, 3])}]"
+        return ["--master", master, "--checkpoints", str(folder / "spark"), "--batch-rows", "300"]
+
+    output = folder / "output.txt"
+    while done < kills:
+        with RunnerProcess(
+            APP, log.url, arguments=arguments(), output=output, environment=environment
+        ) as runner:
+            while done < kills and runner.is_running():
+                more()
+                before = len(received(sink.folder))
+                wait_until(
+                    lambda: len(received(sink.folder)) > before or not runner.is_running(),  # noqa: B023
+                    120, "rows",
+                )  # fmt: skip
+                runner.wait(chance.random() / 2)
+                victim = chance.choice([*VICTIMS, "sink"])
+                if victim == "sink":
+                    sink.stop()
+                    sink.start()
+                elif not runner.kill(victim, chance):  # type: ignore[arg-type]
+                    continue
+                done += 1
+                print(f"kill {done}: {victim}")
+                if victim in ("runner", "jvm"):
+                    runner.wait(60)
+    given = [*arguments(), "--until-idle"]
+    with RunnerProcess(
+        APP, log.url, arguments=given, output=output, environment=environment
+    ) as last:
+        assert last.wait(240) == 0, output.read_text()[-3000:]
+    check(sink.folder, sent)
+    evens = received(sink.folder, "even_sink", 1)
+    assert Counter(row.n for row in evens) == Counter(range(0, sent, 2))

@@ -1,0 +1,337 @@
+"""Sinks: votes, outcomes, what is kept after kills, and peers that err."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.connect import wire
+from penstock.connect.dial import DialOptions, SinkWorker
+from penstock.connect.sink import SinkHost, SinkOptions
+from penstock.connect.sinking import Standing, Vote
+from penstock.connect.sinks.file import FileSink
+from penstock.connect.transactions import FILE, Line, TransactionLog
+from penstock.errors import ConnectorError, DamagedError, SinkGoneError, UsageError
+from penstock.testing.processes import wait_until
+from tests.connect.peer import Peer
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[SinkHost]:
+    with a_host(tmp_path) as found:
+        yield found
+
+
+def a_host(folder: Path, **options: object) -> SinkHost:
+    given = SinkOptions(**options)  # type: ignore[arg-type]
+    return SinkHost(lambda worker: FileSink(folder, worker), folder, given, print)
+
+
+def address_of(host: SinkHost) -> str:
+    return "{}:{}".format(*host.address)
+
+
+def lines(folder: Path, worker: str = "w") -> list[str]:
+    path = FileSink(folder, worker).path
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def rows(*texts: str) -> list[tuple[bytes | None, int, bytes]]:
+    return [(None, 0, text.encode()) for text in texts]
+
+
+@pytest.mark.row("W11", engine="any")
+@pytest.mark.row("W13", engine="any")
+def test_a_transaction_is_committed_or_not(host: SinkHost, tmp_path: Path) -> None:
+    with SinkWorker(address_of(host), "w", (1,)) as worker:
+        assert (worker.committed, worker.uncommitted) == (0, ())
+        worker.send(rows("one", "two"))
+        assert worker.vote("t1", 0)
+        worker.resolve("t1", True)
+        worker.send(rows("no", "never"))
+        assert worker.vote("t2", 6)
+        worker.resolve("t2", False)
+    assert lines(tmp_path) == ["one", "two"]
+    with SinkWorker(address_of(host), "w", (2,)) as worker:
+        assert worker.committed == 6
+        worker.send(rows("three"))
+        assert worker.vote("t3", 6)
+        worker.resolve("t3", True)
+    assert lines(tmp_path) == ["one", "two", "three"]
+
+
+@pytest.mark.row("W12", engine="any")
+@pytest.mark.parametrize("commit", [True, False])
+def test_a_vote_outlives_the_sink(tmp_path: Path, commit: bool) -> None:
+    with a_host(tmp_path) as host, SinkWorker(address_of(host), "w", (1,)) as worker:
+        worker.send(rows("one"))
+        assert worker.vote("t1", 0)
+        worker.send(rows("later"))
+    with a_host(tmp_path) as host, SinkWorker(address_of(host), "w", (2,)) as worker:
+        assert (worker.committed, worker.uncommitted) == (0, ("t1",))
+        worker.resolve("t1", commit)
+        worker.resolve("t1", commit)  # told again: ignored
+        assert worker.uncommitted == ()
+    assert lines(tmp_path) == (["one"] if commit else [])
+    with a_host(tmp_path) as host, SinkWorker(address_of(host), "w", (3,)) as worker:
+        assert worker.committed == (3 if commit else 0)
+
+
+@pytest.mark.row("W11", engine="any")
+def test_gaps_and_repeats(host: SinkHost, tmp_path: Path) -> None:
+    with Peer(host.address) as peer:
+        assert isinstance(peer.hello(instance="w", version=wire.SINK_VERSION), wire.Ok)
+        part = [wire.Message(1, 0, 0, None, b"ab"), wire.Message(1, 2, 0, None, b"cd")]
+        peer.send(*part, *part)  # repeated: dropped
+        peer.tell(wire.Phase1("t1", ((1, 0, 4),)))
+        assert told(peer) == wire.Reply("t1", True)
+        peer.tell(wire.Phase2("t1", True))
+        peer.send(wire.Message(1, 6, 0, None, b"gap"))
+        peer.send(wire.Message(1, 4, 0, None, b"late"))
+        peer.tell(wire.Phase1("t2", ((1, 4, 8),)))
+        assert told(peer) == wire.Reply("t2", False), "nothing behind a gap is taken"
+        peer.tell(wire.Phase2("t2", False))
+        peer.send(wire.Message(1, 4, 0, None, b"ef"))
+        for transaction, stretch in (
+            ("other start", (1, 0, 6)), ("backwards", (1, 4, 3)), ("more", (1, 4, 9)),
+        ):  # fmt: skip
+            peer.tell(wire.Phase1(transaction, (stretch,)))
+            assert told(peer) == wire.Reply(transaction, False)
+        peer.tell(wire.Phase2("unknown", True), wire.Phase2("unknown", False))
+        peer.tell(wire.Phase1("t3", ((1, 4, 6),)))
+        assert told(peer) == wire.Reply("t3", True)
+        peer.tell(wire.Phase2("t3", True), wire.ListUncommitted(7))
+        assert told(peer) == wire.ReplyUncommitted(7, ())
+    assert lines(tmp_path) == ["ab", "cd", "ef"]
+
+
+def told(peer: Peer) -> wire.TwoPhase | None:
+    frame = peer.next()
+    assert isinstance(frame, wire.Message), frame
+    return wire.two_phase(frame)
+
+
+@pytest.mark.row("W11", engine="any")
+def test_a_worker_connects_once_and_a_later_attempt_takes_over(
+    host: SinkHost, tmp_path: Path
+) -> None:
+    with SinkWorker(address_of(host), "w", (1, 0)) as first:
+        first.send(rows("old"))
+        with pytest.raises(ConnectorError, match="worker w is connected already"):
+            SinkWorker(address_of(host), "w", (1, 0)).__enter__()
+        with SinkWorker(address_of(host), "other", (1, 0)) as other:
+            assert other.committed == 0
+        with SinkWorker(address_of(host), "w", (1, 1)) as second:
+            second.send(rows("new"))
+            assert second.vote("t", 0)
+            second.resolve("t", True)
+            with pytest.raises(SinkGoneError):
+                first.vote("t", 0)
+    assert lines(tmp_path) == ["new"]
+
+
+def test_an_idle_worker_is_let_go(tmp_path: Path) -> None:
+    with a_host(tmp_path, idle_timeout_s=0.1) as host, SinkWorker(address_of(host), "w", (1,)):
+        wait_until(lambda: not host._active, 10, "the sink letting go of it")
+
+
+@pytest.mark.row("W11", engine="any")
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([wire.Hello("9", "", "p", "w")], "version '9'"),
+        ([wire.Hello("v0.0.1", "x", "p", "w")], "cookie"),
+        ([wire.Hello("v0.0.1", "", "p", "../w\n")], "a worker's name"),
+        ([wire.Notify(1, "w", 0)], "Notify before Hello"),
+        ([wire.Hello("v0.0.1", "", "p", "w"), wire.Ok(3)], "not for a worker to send"),
+        ([wire.Hello("v0.0.1", "", "p", "w"), wire.Message(0, 0, 0, None, b"\x01")], "tag 1"),
+    ],
+)
+def test_a_wrong_peer_is_told_why_and_others_live_on(
+    host: SinkHost, frames: list[wire.Frame], why: str
+) -> None:
+    with SinkWorker(address_of(host), "good", (1,)) as good, Peer(host.address) as bad:
+        bad.send(*frames)
+        found: wire.Frame | None = wire.Ok(0)
+        while found is not None and not isinstance(found, wire.Error):
+            found = bad.next()
+        assert isinstance(found, wire.Error)
+        assert why in found.message
+        assert bad.next() is None
+        good.send(rows("x"))
+        assert good.vote("t", 0)
+
+
+def test_a_target_that_fails_is_voted_against(tmp_path: Path) -> None:
+    class Full(FileSink):
+        def flush(self) -> None:
+            raise OSError("no space left on device")
+
+    said: list[str] = []
+    host = SinkHost(lambda worker: Full(tmp_path, worker), tmp_path, tell=said.append)
+    with host, SinkWorker(address_of(host), "w", (1,)) as worker:
+        worker.send(rows("x"))
+        assert not worker.vote("t", 0)
+        worker.resolve("t", False)
+    assert any("no space left" in line for line in said)
+    assert lines(tmp_path) == []
+
+
+def test_more_is_sent_than_there_are_credits(tmp_path: Path) -> None:
+    with a_host(tmp_path, credits=10) as host:
+        with SinkWorker(address_of(host), "w", (1,), DialOptions(timeout_s=10)) as worker:
+            worker.send(rows(*(f"{n}" for n in range(500))))
+            assert worker.vote("t", 0)
+            worker.resolve("t", True)
+    assert lines(tmp_path) == [f"{n}" for n in range(500)]
+
+
+def test_nobody_there_is_told_in_time() -> None:
+    with pytest.raises(SinkGoneError, match=r"lost the sink at 127\.0\.0\.1:9"):
+        SinkWorker("127.0.0.1:9", "w", (1,), DialOptions(timeout_s=2)).__enter__()
+
+
+# The transaction log
+
+
+@pytest.mark.row("W12", engine="any")
+def test_a_line_that_was_cut_does_not_count(tmp_path: Path) -> None:
+    standing = Standing(7, Vote("t", 7, 9), ("s", True))
+    with TransactionLog(tmp_path) as log:
+        log.save("a", standing)
+        log.save("b", Standing(1))
+    whole = (tmp_path / FILE).read_bytes()
+    for cut in range(len(whole)):
+        (tmp_path / FILE).write_bytes(whole[:cut])
+        with TransactionLog(tmp_path) as log:
+            first = whole.index(b"\n") + 1
+            assert log.standing("a") == (standing if cut >= first else Standing())
+            assert log.standing("b") == Standing()
+            log.save("b", Standing(2))
+        with TransactionLog(tmp_path) as log:
+            assert log.standing("b") == Standing(2)
+
+
+def test_one_process_has_the_transactions(tmp_path: Path) -> None:
+    with TransactionLog(tmp_path), pytest.raises(UsageError, match="another process"):
+        TransactionLog(tmp_path).__enter__()
+
+
+def test_a_damaged_transaction_log_is_not_guessed_at(tmp_path: Path) -> None:
+    line = msgspec.json.encode(Line("w", Standing(1)))
+    (tmp_path / FILE).write_bytes(line + b'\n__import__("os")\n' + line + b"\n")
+    with pytest.raises(DamagedError, match="line 2 is damaged"):
+        TransactionLog(tmp_path).__enter__()
+
+
+def test_the_transaction_log_is_condensed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.connect.transactions.LINES_MAX", 20)
+    with TransactionLog(tmp_path) as log:
+        for n in range(100):
+            log.save(f"w{n % 3}", Standing(n))
+            with pytest.raises(UsageError):
+                TransactionLog(tmp_path).__enter__()
+    assert (tmp_path / FILE).read_bytes().count(b"\n") < 30
+    with TransactionLog(tmp_path) as log:
+        assert log.workers() == {"w0": Standing(99), "w1": Standing(97), "w2": Standing(98)}
+
+
+# Kills
+
+
+class SinkProcess:
+    """A file sink in a process of its own, killed and started again at one port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[str] | None = None
+        self.port = 0
+
+    def start(self, failpoint: str = "") -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.connect.file_sink",
+            str(self.folder),
+            str(self.port),
+        ]
+        environment = {**os.environ, "PENSTOCK_FAILPOINTS": failpoint}
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def ensure(self) -> None:
+        if not self.is_running():
+            self.stop()
+            self.start()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process.wait(30)
+            self._process = None
+
+
+@pytest.mark.row("W12", engine="any")
+@pytest.mark.parametrize(
+    "step",
+    ["sink.append", "sink.flush", "sink.vote", "sink.voted", "sink.resolve", "sink.resolved"],
+)
+@pytest.mark.parametrize("commit", [True, False])
+def test_killed_at_every_step(tmp_path: Path, step: str, commit: bool) -> None:
+    """A worker that repeats what was not decided, and tells what was, has each row once."""
+    sink = SinkProcess(tmp_path)
+    sink.start(f"{step}=kill@2")
+    chance = random.Random(step)
+    decided: dict[str, bool] = {}
+    wanted: list[str] = []
+    try:
+        for number in range(4):
+            batch = [f"{number}-{n}" for n in range(chance.randrange(1, 5))]
+            outcome = commit or number % 2 == 0
+            deliver(sink, f"t{number}", batch, outcome, decided)
+            wanted += batch if outcome else []
+    finally:
+        sink.stop()
+    assert lines(tmp_path) == wanted
+
+
+def deliver(
+    sink: SinkProcess, transaction: str, batch: list[str], outcome: bool, decided: dict[str, bool]
+) -> None:
+    """What Penstock does: vote, decide, tell; and again from where it was, until it is through."""
+    for attempt in range(20):
+        sink.ensure()
+        try:
+            with SinkWorker(f"127.0.0.1:{sink.port}", "w", (attempt,)) as worker:
+                for open_ in worker.uncommitted:
+                    worker.resolve(open_, decided.get(open_, False))
+                if transaction in decided:
+                    return
+                start = worker.committed
+                worker.sent = start
+                worker.send(rows(*batch))
+                if not worker.vote(transaction, start):
+                    worker.resolve(transaction, False)
+                    continue
+                decided[transaction] = outcome
+                worker.resolve(transaction, outcome)
+                return
+        except SinkGoneError:
+            continue
+    raise AssertionError("it never got through")
