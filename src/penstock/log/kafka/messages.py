@@ -39,7 +39,7 @@ _CONTENT = "content-type"
 _PREFIX = "ce_"
 #: attributes that are columns of their own, or say nothing
 _OWN = frozenset({"ce_specversion", "ce_id", "ce_type", "ce_source", "ce_time", _CONTENT})
-Headers = dict[str, str | bytes | None]
+Headers = list[tuple[str, str | bytes | None]]
 Found = Sequence[dict[str, bytes]]
 
 
@@ -88,37 +88,45 @@ def _headers(
     stream: Stream, batch: pa.RecordBatch, columns: dict[str, pa.Array]
 ) -> Iterator[Headers]:
     content = BINARY if stream.spec.content == "bytes" else JSON
-    same: Headers = {"ce_specversion": SPEC_VERSION.encode(), _CONTENT: content.encode()}
-    changing: dict[str, list[str]] = {"ce_id": columns["_id"].to_pylist()}
+    same: Headers = [("ce_specversion", SPEC_VERSION.encode()), (_CONTENT, content.encode())]
+    changing = {"ce_id": _bytes(columns["_id"])}
     for name in ("_type", "_source"):
         if name in batch.schema.names:
-            changing[f"ce{name}"] = columns[name].to_pylist()
+            changing[f"ce{name}"] = _bytes(columns[name])
         else:
-            same[f"ce{name}"] = getattr(stamp_of(batch), name.removeprefix("_")).encode()
+            text = getattr(stamp_of(batch), name.removeprefix("_"))
+            same.append((f"ce{name}", text.encode()))
     if "_time" in batch.schema.names:
-        changing["ce_time"] = _iso(columns["_time"])
+        changing["ce_time"] = _bytes(_iso(columns["_time"]))
     elif "_time" in columns:
         time = from_microseconds(stamp_of(batch).time_us)
-        same["ce_time"] = time.isoformat().replace("+00:00", "Z").encode()
-    if columns["_headers"].null_count == batch.num_rows and len(changing) == 1:
-        for id_ in changing["ce_id"]:
-            yield {**same, "ce_id": id_}
+        same.append(("ce_time", time.isoformat().replace("+00:00", "Z").encode()))
+    pairs = ([(name, value) for value in values] for name, values in changing.items())
+    rows = zip(*pairs, strict=True)
+    if columns["_headers"].null_count == batch.num_rows:
+        for own in rows:
+            yield [*same, *own]
         return
-    extra = columns["_headers"].to_pylist()
-    for given, *values in zip(extra, *changing.values(), strict=True):
-        more = {f"{_PREFIX}{name}": value for name, value in given or ()}
-        yield {**same, **dict(zip(changing, values, strict=True)), **more}
+    for own, given in zip(rows, columns["_headers"].to_pylist(), strict=True):
+        extra = [(f"{_PREFIX}{name}", value.encode()) for name, value in given or ()]
+        yield [*same, *own, *extra]
 
 
-def _iso(times: pa.Array) -> list[str]:
+def _bytes(texts: pa.Array) -> list[bytes]:
+    found: list[bytes] = texts.cast(pa.binary()).to_pylist()
+    return found
+
+
+def _iso(times: pa.Array) -> pa.Array:
     texts = times.cast(pa.timestamp("us")).cast(pa.string())
-    return [f"{text.replace(' ', 'T')}Z" for text in texts.to_pylist()]
+    parted = pc.replace_substring(texts, " ", "T", max_replacements=1)
+    return pc.binary_join_element_wise(parted, "Z", "")
 
 
 class MessageBatch(Batch):
     """Messages as a batch: data is decoded at once, the envelope when somebody asks for it."""
 
-    __slots__ = ("_full", "_messages")
+    __slots__ = ("_found", "_full", "_made", "_messages")
 
     def __init__(
         self, stream: Stream, messages: Sequence[Message], plain: pa.RecordBatch, offsets: pa.Array
@@ -130,21 +138,71 @@ class MessageBatch(Batch):
             runs = (*runs, Run(offset_of(messages[-1]), 0, last_us))
         super().__init__(stream, partition, first, plain, runs, offsets)
         self._messages = messages
+        self._made: dict[str, pa.Array] = {}
+        self._found: Found | None = None
         self._full: pa.RecordBatch | None = None
 
     @property
     def _stored(self) -> pa.RecordBatch:
+        """The data with every envelope column written out beside it."""
         if self._full is None:
-            self._full = _with_envelope(self.stream, self._messages, self._kept)
+            made = self._envelope(GIVEN)
+            stream, plain = self.stream, self._kept
+            fields = [pa.field(name, column.type) for name, column in made.items()]
+            stamp = Stamp(id_prefix="", time_us=0, type=stream.type, source=str(stream.name))
+            whole = pa.RecordBatch.from_arrays(
+                [*plain.columns, *made.values()], schema=pa.schema([*plain.schema, *fields])
+            )
+            self._full = stamped(whole, stamp)
         return self._full
 
     def keys(self) -> pa.Array:
-        return pa.array([message.key() for message in self._messages], pa.binary())
+        return self._envelope(["_key"])["_key"]
+
+    def ids(self) -> pa.Array:
+        return self._envelope(["_id"])["_id"]
 
     def _envelope(self, names: Sequence[str]) -> dict[str, pa.Array]:
-        if list(names) == ["_key"]:
-            return {"_key": self.keys()}
-        return super()._envelope(names)
+        for name in names:
+            if name not in self._made:
+                self._made[name] = self._column_of(name)
+        return {name: self._made[name] for name in names}
+
+    def _column_of(self, name: str) -> pa.Array:
+        stream, messages = self.stream, self._messages
+        match name:
+            case "_key":
+                return pa.array([message.key() for message in messages], pa.binary())
+            case "_time":
+                return self._times()
+            case "_id":
+                return _texts(self._headers(), "ce_id", [_place(message) for message in messages])
+            case "_type":
+                return _texts(self._headers(), "ce_type", [stream.type] * len(messages))
+            case "_source":
+                return _texts(self._headers(), "ce_source", [str(stream.name)] * len(messages))
+        return _extensions(self._headers())
+
+    def _headers(self) -> Found:
+        """Taking headers out of messages costs more than decoding them: only if somebody asks."""
+        if self._found is None:
+            self._found = [
+                cast(dict[str, bytes], dict(message.headers() or ())) for message in self._messages
+            ]
+        return self._found
+
+    def _times(self) -> pa.Array:
+        """The field that is the time; else what the header says; else when it was appended."""
+        field = self.stream.spec.time
+        said = pa.nulls(len(self._messages), UTC_MICROSECONDS)
+        if field is not None and field in self._kept.schema.names:
+            said = self._kept.column(field)
+        if said.null_count:
+            said = pc.coalesce(said, _said_times(self._headers()))
+        if said.null_count:
+            appended = pa.array([appended_us(message) for message in self._messages], pa.int64())
+            said = pc.coalesce(said, appended.cast(UTC_MICROSECONDS))
+        return said
 
     def sliced(self, start: int, end: int) -> Batch:
         offsets = self.offsets()
@@ -231,27 +289,6 @@ def appended_us(message: Message) -> int:
     return 0 if kind == TIMESTAMP_NOT_AVAILABLE else time_ms * 1000
 
 
-def _with_envelope(
-    stream: Stream, messages: Sequence[Message], plain: pa.RecordBatch
-) -> pa.RecordBatch:
-    """The data with every envelope column written out beside it."""
-    found = [cast(dict[str, bytes], dict(message.headers() or ())) for message in messages]
-    columns = {
-        "_key": pa.array([message.key() for message in messages], pa.binary()),
-        "_time": _times(stream, messages, plain, found),
-        "_id": _texts(found, "ce_id", [_place(message) for message in messages]),
-        "_type": _texts(found, "ce_type", [stream.type] * len(messages)),
-        "_source": _texts(found, "ce_source", [str(stream.name)] * len(messages)),
-        "_headers": _extensions(found),
-    }
-    arrays, fields = list(plain.columns), list(plain.schema)
-    for name, column in columns.items():
-        arrays.append(column)
-        fields.append(pa.field(name, column.type))
-    stamp = Stamp(id_prefix="", time_us=0, type=stream.type, source=str(stream.name))
-    return stamped(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)), stamp)
-
-
 def _place(message: Message) -> str:
     """What names a message that has no id: nothing else has this place."""
     return f"{message.topic()}-{message.partition()}-{message.offset()}"
@@ -267,24 +304,14 @@ def _texts(found: Found, name: str, otherwise: Sequence[str]) -> pa.Array:
     return texts if not texts.null_count else pc.coalesce(texts, pa.array(otherwise, pa.string()))
 
 
-def _times(
-    stream: Stream, messages: Sequence[Message], plain: pa.RecordBatch, found: Found
-) -> pa.Array:
-    """What the header says; else the field that is the time; else when it was appended."""
+def _said_times(found: Found) -> pa.Array:
     given = [headers.get("ce_time") for headers in found]
-    said = pa.nulls(len(found), UTC_MICROSECONDS)
-    if any(given):
-        try:
-            said = pa.array(given, pa.binary()).cast(pa.string()).cast(UTC_MICROSECONDS)
-        except pa.ArrowInvalid:
-            said = pa.array([_moment(text) for text in given], UTC_MICROSECONDS)
-    if not said.null_count:
-        return said
-    appended = pa.array([appended_us(message) for message in messages], pa.int64())
-    field = stream.spec.time
-    if field is not None and field in plain.schema.names:
-        said = pc.coalesce(said, plain.column(field))
-    return pc.coalesce(said, appended.cast(UTC_MICROSECONDS))
+    if not any(given):
+        return pa.nulls(len(found), UTC_MICROSECONDS)
+    try:
+        return pa.array(given, pa.binary()).cast(pa.string()).cast(UTC_MICROSECONDS)
+    except pa.ArrowInvalid:
+        return pa.array([_moment(text) for text in given], UTC_MICROSECONDS)
 
 
 def _moment(text: bytes | None) -> object:

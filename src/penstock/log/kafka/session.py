@@ -102,7 +102,7 @@ class Session:
 
     def send(self, topic: str, partition: int, key: bytes | None, value: bytes | None) -> None:
         """Hand a message without headers over."""
-        self._send(topic, partition, key, value, {}, None)
+        self._send(topic, partition, key, value, [], None)
 
     def send_all(
         self, topic: str, partition: int, messages: Iterable[Message], told: Told | None = None
