@@ -12,13 +12,17 @@ import pytest
 
 from penstock import (
     App,
+    CreateStream,
     Emit,
     Entry,
     Event,
     GrowStream,
+    Producer,
     Record,
     TableView,
+    declare,
 )
+from penstock import open as open_log
 from penstock.app.query import QueryLimits
 from penstock.app.reports import agent_rows
 from penstock.app.task import derived_id
@@ -339,3 +343,29 @@ def test_a_deleted_entry(tmp_path: Path) -> None:
             run.send(orders, *[Order("ada", item) for item in items])
             run.until_idle()
             assert run.table(counts) == expected, items
+
+
+def test_batches_that_upkeep_has_merged_are_read_in_order_of_commit(tmp_path: Path) -> None:
+    """A stretch of a merged batch knows the commits of its own events alone."""
+    app = App("counting")
+    orders = app.stream("orders", Order, key="user", partitions=2)
+    notes = app.stream("notes", Note)
+
+    @app.agent(orders, to=notes)
+    def note(order: Order) -> Note:
+        return Note(f"{order.user}:{order.amount}")
+
+    with open_log(tmp_path / "test.db", upkeep_interval_ms=0) as log:
+        log.apply([CreateStream(declare("orders", Order, key="user", partitions=2))])
+        with Producer(log) as producer:
+            for n in range(90):
+                producer.send("orders", Order(f"u{n % 5}", "tea", n))
+                producer.flush()
+        log.apply([GrowStream("orders", 3)])
+        assert log.maintain().batches_merged
+    with AppTest(app, tmp_path, limits=QueryLimits(batch_rows_max=21)) as run:
+        run.until_idle()
+        found = [note.text for note in run.events(notes)]
+    for user in range(5):
+        mine = [text for text in found if text.startswith(f"u{user}:")]
+        assert mine == [f"u{user}:{n}" for n in range(user, 90, 5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -246,6 +247,8 @@ def test_the_transaction_log_is_condensed(tmp_path: Path, monkeypatch: pytest.Mo
 
 # Kills
 
+ATTEMPTS = itertools.count()
+
 
 class SinkProcess:
     """A file sink in a process of its own, killed and started again at one port."""
@@ -315,10 +318,10 @@ def deliver(
     sink: SinkProcess, transaction: str, batch: list[str], outcome: bool, decided: dict[str, bool]
 ) -> None:
     """What Penstock does: vote, decide, tell; and again from where it was, until it is through."""
-    for attempt in range(20):
+    for _ in range(20):
         sink.ensure()
         try:
-            with SinkWorker(f"127.0.0.1:{sink.port}", "w", (attempt,)) as worker:
+            with SinkWorker(f"127.0.0.1:{sink.port}", "w", (next(ATTEMPTS),)) as worker:
                 for open_ in worker.uncommitted:
                     worker.resolve(open_, decided.get(open_, False))
                 if transaction in decided:

@@ -228,7 +228,7 @@ class Programs:
             port = str(found.getsockname()[1])
         self._commands = {
             "listener": ["penstock.cli", "listen", "raw", "--log", str(path), "--port", port],
-            "writer": ["tests.connect.numbers", f"127.0.0.1:{port}", str(total)],
+            "writer": ["tests.connect.counting", f"127.0.0.1:{port}", str(total)],
         }
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 

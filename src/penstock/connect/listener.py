@@ -13,7 +13,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Literal, Self
@@ -208,12 +208,11 @@ class _Connection:
 
     def _talk(self) -> str:
         while True:
-            effects = self._next()
-            is_leaving = self._is_lost or self._listener.stopping.is_set()
-            if is_leaving and self._session.state != "closed":
-                effects += [Flush(), *self._session.restart()]
             try:
-                reason = self._carry_out(effects)
+                reason = self._carry_out(self._next())
+                is_leaving = self._is_lost or self._listener.stopping.is_set()
+                if is_leaving and not reason:
+                    reason = self._carry_out([Flush(), *self._session.restart()])
                 for claim in self._claims.values():
                     claim.renew()
             except FencedError:
@@ -224,7 +223,7 @@ class _Connection:
             if reason:
                 return reason
 
-    def _next(self) -> list[Effect]:
+    def _next(self) -> Iterable[Effect]:
         """What is to be done about what came, or did not come."""
         data = self._gathered()
         if data:
@@ -257,31 +256,35 @@ class _Connection:
             size += len(data)
         return b"".join(parts)
 
-    def _received(self, data: bytes) -> list[Effect]:
+    def _received(self, data: bytes) -> Iterable[Effect]:
         try:
-            frames = self._parser.feed(data)
+            return self._session.receive(self._parser.feed(data))
         except ProtocolError as error:
             return self._session.fail(str(error))
-        return [*self._session.receive(frames), Flush()]
 
-    def _carry_out(self, effects: Sequence[Effect]) -> str:
-        """Do what the session asks for; why it is over, if it is."""
-        queue = list(effects)
-        while queue:
-            effect = queue.pop(0)
-            match effect:
-                case Send(frame=frame):
-                    self._send(frame)
-                case Ask():
-                    queue[:0] = self._ask(effect)
-                case Flush():
-                    queue[:0] = self._flush()
-                case Release(stream_id=stream_id):
-                    self._claims.pop(stream_id).release()
-                    self._session.released(stream_id)
-                case Close(reason=reason):
-                    return reason
+    def _carry_out(self, effects: Iterable[Effect]) -> str:
+        """Do what the session asks for, one after the other; why it is over, if it is."""
+        for effect in effects:
+            if isinstance(effect, Close):
+                return effect.reason
+            reason = self._carry_out(self._done(effect))
+            if reason:
+                return reason
         return ""
+
+    def _done(self, effect: Effect) -> list[Effect]:
+        """Do one thing; what follows from it."""
+        match effect:
+            case Send(frame=frame):
+                self._send(frame)
+            case Ask():
+                return self._ask(effect)
+            case Flush():
+                return self._flush()
+            case Release(stream_id=stream_id):
+                self._claims.pop(stream_id).release()
+                self._session.released(stream_id)
+        return []
 
     def _send(self, frame: wire.Frame) -> None:
         self._socket.settimeout(self._listener.options.send_timeout_s)

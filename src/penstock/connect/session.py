@@ -9,7 +9,7 @@ stream, and whether messages are durable, is decided outside and told back.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -65,19 +65,19 @@ class Intake:
         self.messages: list[wire.Message] = []
         self.dropped = 0
 
-    def take(self, message: wire.Message) -> str | None:
+    def take(self, message: wire.Message) -> str:
         """Keep a message; what is wrong with it, if anything."""
         number = message.message_id
         if self.received != wire.NEVER and number <= self.received:
             if self.point_of_ref != wire.NEVER and number <= self.point_of_ref:
                 self.dropped += 1
-                return None
+                return ""
             return f"message {number} of stream {self.name} comes after {self.received}"
         if number == wire.NEVER:
             return f"{number} is no number of a message"
         self.received = number
         self.messages.append(message)
-        return None
+        return ""
 
     def taken(self) -> list[wire.Message]:
         """What waits, to be committed now."""
@@ -117,27 +117,34 @@ class SourceSession:
         self._drift = 0
         self._asked: dict[int, str] = {}
 
-    def receive(self, frames: Iterable[wire.Frame]) -> list[Effect]:
-        """What is to be done about frames; nothing after a `Close`."""
-        effects: list[Effect] = []
+    def receive(self, frames: Iterable[wire.Frame]) -> Iterator[Effect]:
+        """What is to be done about frames; nothing after a `Close`.
+
+        Each effect must be carried out, and its answer given, before the next is asked for.
+        """
         for frame in frames:
             if self.state == "closed":
-                break
+                return
             if type(frame) is wire.Message and self.state == "streaming":
-                effects += self._message(frame)
-            elif isinstance(frame, wire.Hello):
-                effects += self._hello(frame)
-            elif self.state != "streaming":
-                effects += self.fail(f"{type(frame).__name__} before Hello")
-            elif isinstance(frame, wire.Notify):
-                effects += self._notify(frame)
-            elif isinstance(frame, wire.Eos):
-                effects += self._eos(frame)
-            elif isinstance(frame, wire.Error):
-                effects += [Flush(), self._closed(f"the connector says: {frame.message}")]
+                if wrong := self._message(frame):
+                    yield from self.fail(wrong)
             else:
-                effects += self.fail(f"{type(frame).__name__} is not for a connector to send")
-        return effects
+                yield from self._other(frame)
+        yield Flush()
+
+    def _other(self, frame: wire.Frame) -> list[Effect]:
+        if isinstance(frame, wire.Hello):
+            return self._hello(frame)
+        if self.state != "streaming":
+            return self.fail(f"{type(frame).__name__} before Hello")
+        match frame:
+            case wire.Notify():
+                return self._notify(frame)
+            case wire.Eos():
+                return self._eos(frame)
+            case wire.Error(message=message):
+                return [Flush(), self._closed(f"the connector says: {message}")]
+        return self.fail(f"{type(frame).__name__} is not for a connector to send")
 
     # Frames
 
@@ -155,8 +162,8 @@ class SourceSession:
         return [Send(wire.Ok(self.credits))]
 
     def _notify(self, frame: wire.Notify) -> list[Effect]:
-        if failed := self._charge():
-            return failed
+        if wrong := self._charge():
+            return self.fail(wrong)
         if frame.stream_id in self.intakes or frame.stream_id in self._asked:
             return self.fail(f"stream {frame.name} was asked for twice")
         if len(self.intakes) + len(self._asked) >= self._terms.streams_max:
@@ -164,29 +171,27 @@ class SourceSession:
         self._asked[frame.stream_id] = frame.name
         return [Ask(frame.stream_id, frame.name)]
 
-    def _message(self, frame: wire.Message) -> list[Effect]:
-        if failed := self._charge():
-            return failed
+    def _message(self, frame: wire.Message) -> str:
+        """What is wrong with a message, if anything."""
+        if wrong := self._charge():
+            return wrong
         intake = self.intakes.get(frame.stream_id)
         if intake is None:
-            return self.fail(f"a message of stream {frame.stream_id}, which is not open")
-        wrong = intake.take(frame)
-        return self.fail(wrong) if wrong else []
+            return f"a message of stream {frame.stream_id}, which is not open"
+        return intake.take(frame)
 
     def _eos(self, frame: wire.Eos) -> list[Effect]:
         self._drift += EOS_DRIFT
-        if failed := self._charge():
-            return failed
+        if wrong := self._charge():
+            return self.fail(wrong)
         if frame.stream_id not in self.intakes:
             return self.fail(f"the end of stream {frame.stream_id}, which is not open")
         return [Flush(), Release(frame.stream_id)]
 
-    def _charge(self) -> list[Effect]:
+    def _charge(self) -> str:
         self.credits -= 1
         self._used += 1
-        if self.credits < -self._drift:
-            return self.fail("more frames than there were credits for")
-        return []
+        return "more frames than there were credits for" if self.credits < -self._drift else ""
 
     # What is decided outside
 

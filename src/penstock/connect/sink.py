@@ -1,7 +1,7 @@
 """For authors of sinks: what is particular to a target, and the host around it.
 
     class Lines(Sink):
-        def open(self, kept): ...             # everything behind `kept` is gone
+        def open(self, committed, kept): ...  # everything behind `kept` is gone
         def append(self, messages): ...
         def flush(self): ...                  # durable, not yet visible
         def commit(self, start, end): ...     # visible; may be called again after a crash
@@ -21,7 +21,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -58,8 +58,13 @@ ATTEMPT = re.compile(r"attempt=([\d.]{1,100})\Z")
 class Sink(Protocol):
     """One worker's way into a target. Its methods are called by one thread at a time."""
 
-    def open(self, kept: int) -> None:
-        """Begin, or begin again: bytes before `kept` stay, whatever came behind is discarded."""
+    def open(self, committed: int, kept: int) -> None:
+        """Begin, or begin again.
+
+        Bytes before `committed` are visible. Those from there up to `kept` were voted for and
+        stay, unless their abort was carried out and not yet saved. Whatever came behind is
+        discarded.
+        """
 
     def append(self, messages: Sequence[wire.Message]) -> None:
         """Take messages, in order. What fails here is voted against."""
@@ -68,7 +73,10 @@ class Sink(Protocol):
         """Make everything taken durable, without making it visible."""
 
     def commit(self, start: int, end: int) -> None:
-        """Make the bytes from `start` to `end` visible. Called again if it was interrupted."""
+        """Make the bytes from `start` to `end` visible. Called again if it was interrupted.
+
+        Raises if they are not there.
+        """
 
     def abort(self, start: int) -> None:
         """Discard everything from `start` on. Called again if it was interrupted."""
@@ -250,37 +258,41 @@ class _Worker:
                 return "it closed the connection"
             self._heard = time.monotonic()
             try:
-                effects = self._session.receive(self._parser.feed(data))
+                reason = self._carry_out(self._session.receive(self._parser.feed(data)))
             except ProtocolError as error:
-                effects = self._session.fail(str(error))
-            reason = self._carry_out(effects)
+                reason = self._carry_out(self._session.fail(str(error)))
             if reason:
                 return reason
         return "the sink is stopping"
 
-    def _carry_out(self, effects: Sequence[Effect]) -> str:
-        """Do what the session asks for; why it is over, if it is."""
-        queue = list(effects)
-        while queue:
-            effect = queue.pop(0)
-            match effect:
-                case Reply(frame=frame):
-                    self._send(frame)
-                case Approve():
-                    queue[:0] = self._approve(effect)
-                case Append(messages=messages):
-                    self._append(messages)
-                case Prepare(vote=vote):
-                    queue[:0] = self._session.voted(vote, self._prepare(vote))
-                case Resolve(vote=vote, commit=commit):
-                    queue[:0] = self._resolve(vote, commit)
-                case Left(workers=workers):
-                    self._host.tell(f"workers {', '.join(workers)} will not come back")
-                case Note(text=text):
-                    self._host.tell(text)
-                case Over(reason=reason):
-                    return reason
+    def _carry_out(self, effects: Iterable[Effect]) -> str:
+        """Do what the session asks for, one after the other; why it is over, if it is."""
+        for effect in effects:
+            if isinstance(effect, Over):
+                return effect.reason
+            reason = self._carry_out(self._done(effect))
+            if reason:
+                return reason
         return ""
+
+    def _done(self, effect: Effect) -> Iterable[Effect]:
+        """Do one thing; what follows from it."""
+        match effect:
+            case Reply(frame=frame):
+                self._send(frame)
+            case Approve():
+                return self._approve(effect)
+            case Append(messages=messages):
+                self._append(messages)
+            case Prepare(vote=vote):
+                return self._session.voted(vote, self._prepare(vote))
+            case Resolve(vote=vote, commit=commit):
+                return self._resolve(vote, commit)
+            case Left(workers=workers):
+                self._host.tell(f"workers {', '.join(workers)} will not come back")
+            case Note(text=text):
+                self._host.tell(text)
+        return ()
 
     def _send(self, frame: wire.Frame) -> None:
         self._socket.settimeout(self._host.options.send_timeout_s)
@@ -289,7 +301,7 @@ class _Worker:
 
     # Effects
 
-    def _approve(self, asked: Approve) -> list[Effect]:
+    def _approve(self, asked: Approve) -> Iterable[Effect]:
         if not WORKER.match(asked.worker):
             return self._session.fail("a worker's name is 1 to 200 letters, digits and . _ @ : / =")
         self.attempt = attempt_of(asked.program)
@@ -300,7 +312,7 @@ class _Worker:
         standing = self._host.transactions.standing(asked.worker)
         try:
             self._sink = self._host.make(asked.worker)
-            self._sink.open(standing.kept)
+            self._sink.open(standing.committed, standing.kept)
         except Exception as error:
             return self._session.fail(f"the target cannot be used: {_told(error)}")
         self._host.tell(f"worker {asked.worker} ({self._where}) stands at {standing.committed}")

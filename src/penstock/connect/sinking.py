@@ -9,7 +9,7 @@ is a worker's `Standing`; whoever carries the effects out saves it, and tells ba
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -123,9 +123,11 @@ class SinkSession:
 
     # Frames
 
-    def receive(self, frames: Iterable[wire.Frame]) -> list[Effect]:
-        """What is to be done about frames; nothing after an `Over`."""
-        effects: list[Effect] = []
+    def receive(self, frames: Iterable[wire.Frame]) -> Iterator[Effect]:
+        """What is to be done about frames; nothing after an `Over`.
+
+        Each effect must be carried out, and its answer given, before the next is asked for.
+        """
         taken: list[wire.Message] = []
         for frame in frames:
             if isinstance(frame, wire.Message) and frame.stream_id and self._is_open:
@@ -134,14 +136,14 @@ class SinkSession:
                     taken.append(frame)
                 continue
             if taken:
-                effects.append(Append(tuple(taken)))
+                yield Append(tuple(taken))
                 taken = []
-            effects += self._received(frame)
+            yield from self._received(frame)
             if self.state == "closed":
-                return effects
+                return
         if taken:
-            effects.append(Append(tuple(taken)))
-        return effects + self._acknowledged()
+            yield Append(tuple(taken))
+        yield from self._acknowledged()
 
     @property
     def _is_open(self) -> bool:
@@ -281,13 +283,14 @@ class SinkSession:
 
     # What is decided outside
 
-    def approved(self, standing: Standing) -> list[Effect]:
+    def approved(self, standing: Standing) -> Iterator[Effect]:
         """The worker may connect; this is where it stands."""
         self.standing = standing
         self.received = standing.kept
         self.state = "phase1" if standing.pending is None else "phase2"
         queued, self._queued = self._queued, []
-        return [Reply(wire.Ok(self._terms.credits)), *self.receive(queued)]
+        yield Reply(wire.Ok(self._terms.credits))
+        yield from self.receive(queued)
 
     def broken(self) -> None:
         """Messages could not be taken: the next vote is against."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast, get_args
 
@@ -142,13 +142,14 @@ class Batch:
         if start == self.first_offset and end == self.next_offset:
             return self
         first = bisect_right(self.runs, start, key=lambda run: run.offset) - 1
+        last = bisect_left(self.runs, end, key=lambda run: run.offset)
         at, count, offsets = start - self.first_offset, end - start, None
         if self._offsets is not None:
             at = int(pc.sum(pc.less(self._offsets, start)).as_py())
             count = int(pc.sum(pc.less(self._offsets, end)).as_py()) - at
             offsets = self._offsets.slice(at, count)
         stored = slice_stamped(self._stored, at, count)
-        return Batch(self.stream, self.partition, start, stored, self.runs[first:], offsets)
+        return Batch(self.stream, self.partition, start, stored, self.runs[first:last], offsets)
 
     def keys(self) -> pa.Array:
         """The keys of the events."""

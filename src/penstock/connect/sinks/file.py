@@ -13,6 +13,8 @@ from typing import IO
 from penstock.connect.wire import Message
 from penstock.errors import UsageError
 
+ENDS_KEPT = 10
+
 
 class FileSink:
     """Appends messages to `folder/NAME.WORKER`, each followed by `separator`.
@@ -29,11 +31,11 @@ class FileSink:
         self._file: IO[bytes] | None = None
         self._at = 0
 
-    def open(self, kept: int) -> None:
+    def open(self, committed: int, kept: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.close()
         self._file = self.path.open("a+b")
-        self._cut(kept)
+        self._cut(kept if kept in self._places() else committed)
 
     def append(self, messages: Sequence[Message]) -> None:
         file = self._open_file()
@@ -49,8 +51,10 @@ class FileSink:
             ends.flush()
             os.fsync(ends.fileno())
 
-    def commit(self, start: int, end: int) -> None:
-        """It is in its place already."""
+    def commit(self, start: int, end: int) -> None:  # noqa: ARG002  the end says it all
+        """It is in its place already, or was never here."""
+        if self._at < end:
+            raise UsageError(f"{self.path} ends at byte {self._at} of the messages, not at {end}")
 
     def abort(self, start: int) -> None:
         self._cut(start)
@@ -62,7 +66,8 @@ class FileSink:
 
     def _cut(self, at: int) -> None:
         """Forget everything behind the byte `at` of the messages."""
-        place = self._places().get(at)
+        places = self._places()
+        place = places.get(at)
         if place is None:
             raise UsageError(f"{self._ends} does not say where byte {at} is: it is not this sink's")
         file = self._open_file()
@@ -72,7 +77,9 @@ class FileSink:
         self._at = at
         fresh = self._ends.with_suffix(".new")
         with fresh.open("w") as ends:
-            ends.write(f"{at} {place}\n")
+            # What is kept may yet be aborted, back to the end before it.
+            for end in sorted(end for end in places if end <= at)[-ENDS_KEPT:]:
+                ends.write(f"{end} {places[end]}\n")
             ends.flush()
             os.fsync(ends.fileno())
         fresh.replace(self._ends)
