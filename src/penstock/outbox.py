@@ -24,7 +24,7 @@ import re
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -87,8 +87,9 @@ def add(
     With `strict`, transactions that add events wait for each other, so that numbers have the
     order of the commits. Whether the stream takes the data is found by the relay.
     """
+    dialect = dialect_of(connection)
     kind, packed = _packed(data)
-    if strict and dialect_of(connection) == "postgresql":  # SQLite has one writer at a time
+    if strict and dialect == "postgresql":  # SQLite has one writer at a time
         _rows(connection, "wait_for_others")
     given = {
         "stream": stream,
@@ -113,6 +114,23 @@ def _packed(data: object) -> tuple[str, bytes]:
 
 
 # Databases
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Connection]:
+    """A connection to the database at `sqlite:///path` or `postgresql://…`, for a block."""
+    if address.startswith("sqlite:///"):
+        with contextlib.closing(sqlite3.connect(address.removeprefix("sqlite:///"))) as found:
+            yield found
+    elif address.startswith("postgresql://"):
+        try:
+            psycopg = importlib.import_module("psycopg")
+        except ModuleNotFoundError:
+            raise UsageError("PostgreSQL needs psycopg: pip install 'penstock[postgres]'") from None
+        with contextlib.closing(psycopg.connect(address, connect_timeout=10)) as found:
+            yield found
+    else:
+        raise UsageError(f"{address!r} is no database: write sqlite:///path or postgresql://…")
 
 
 def dialect_of(connection: Connection) -> Dialect:

@@ -1,0 +1,71 @@
+"""The outbox of a database: making it, and publishing what is in it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Annotated
+
+import typer
+
+from penstock import outbox
+from penstock.cli.options import LogOption, LogOptionsOption, examples, open_named
+from penstock.cli.output import note, say, stopping
+
+outboxes = typer.Typer(
+    no_args_is_help=True, help="Publish events that were written in a database's transactions."
+)
+DatabaseArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATABASE", envvar="PENSTOCK_DATABASE", show_default=False,
+        help="sqlite:///path, or postgresql://user@host/name.",
+    ),
+]  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(outboxes, name="outbox")
+
+
+@outboxes.command("create", epilog=examples("penstock outbox create sqlite:///shop.db"))
+def create(database: DatabaseArgument) -> None:
+    """Make the outbox's tables in a database, if they are not there."""
+    with outbox.connected(database) as connection:
+        outbox.create(connection)
+        connection.commit()
+    say("the outbox is there")
+
+
+@outboxes.command(
+    "relay",
+    epilog=examples(
+        "penstock outbox relay postgresql://app@localhost/shop",
+        "penstock outbox relay sqlite:///shop.db --until-empty",
+    ),
+)
+def relay(
+    context: typer.Context,
+    database: DatabaseArgument,
+    until_empty: Annotated[
+        bool, typer.Option("--until-empty", help="Stop when everything is published.")
+    ] = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Publish what is in the outbox, each row once, until it is stopped.
+
+    A row goes to the stream it names, which takes its ids from the producer. One relay runs at a
+    time: a second one stops the first.
+    """
+    stop = threading.Event()
+    with (
+        open_named(context, log, log_option) as opened,
+        stopping(stop, "what is on its way is published"),
+    ):
+        found = outbox.Relay(opened, lambda: outbox.connected(database))
+        if until_empty:
+            found.drain()
+        else:
+            note("publishing; Ctrl-C stops")
+            found.run(stop)
+    say(f"published {found.published:,} events")
