@@ -15,12 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from bench import embedded, kafka, spark, streaming
+from bench import connect, embedded, kafka, spark, streaming
 from bench.plot import plot
 from bench.result import Result, environment
 
 BENCHMARKS = {
     **embedded.BENCHMARKS, **spark.BENCHMARKS, **streaming.BENCHMARKS, **kafka.BENCHMARKS,
+    **connect.BENCHMARKS,
 }  # fmt: skip
 DOCS = Path(__file__).parents[1] / "docs"
 MARKS = ("<!-- results: begin -->", "<!-- results: end -->")

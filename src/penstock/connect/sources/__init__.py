@@ -1,0 +1,1 @@
+"""Sources for real systems, each a class and a script."""
