@@ -145,6 +145,7 @@ class SourceConnector:
         self._greeting = Greeting(program=options.program, instance=who, cookie=options.cookie)
         self._lock = threading.Lock()
         self._giving_back: set[str] = set()
+        self._waiting: dict[str, Source] = {}
         self._stopping = threading.Event()
         self._over = threading.Event()
         self._bell: tuple[socket.socket, socket.socket] | None = None
@@ -168,8 +169,11 @@ class SourceConnector:
         return self
 
     def add(self, source: Source) -> None:
-        """Take another stream in, also while running."""
+        """Take another stream in, also while running; one that is being given back, after that."""
         with self._lock:
+            if source.name in self._giving_back:
+                self._waiting[source.name] = source
+                return
             if source.name in self._sources:
                 raise UsageError(f"the connector has a source {source.name} already")
             self._sources[source.name] = source
@@ -178,7 +182,9 @@ class SourceConnector:
     def give_back(self, name: str) -> None:
         """Let another connector have this stream: what was sent is made safe, then it is free."""
         with self._lock:
-            self._giving_back.add(name)
+            self._waiting.pop(name, None)
+            if name in self._sources:
+                self._giving_back.add(name)
         self.wake()
 
     def wake(self) -> None:
@@ -270,6 +276,9 @@ class SourceConnector:
         with self._lock:
             self._giving_back.discard(name)
             self._sources.pop(name, None)
+            self._opened.discard(name)
+            if name in self._waiting:
+                self._sources[name] = self._waiting.pop(name)
 
     def opened(self, source: Source) -> None:
         if source.name not in self._opened:
@@ -346,7 +355,8 @@ class _Talk:
             return
         states = self._session.states
         now = time.monotonic()
-        for name in self._connector.known():
+        leaving = self._connector.taken_back()
+        for name in self._connector.known().keys() - leaving:
             is_due = name not in states or (states[name] == "refused" and now >= self._ask_at[name])
             if is_due and (frame := self._session.ask(name)):
                 self._peer.sendall(wire.encode(frame))
@@ -360,11 +370,14 @@ class _Talk:
             )
 
     def _end(self) -> None:
+        states = self._session.states
         for name in self._connector.taken_back():
-            if self._session.states.get(name) == "open" and (frame := self._session.end(name)):
+            if states.get(name) == "open" and (frame := self._session.end(name)):
                 self._peer.sendall(wire.encode(frame))
-            if self._is_safe(name) and self._session.states.get(name) == "ended":
+            is_given = states.get(name) == "ended" and self._is_safe(name)
+            if is_given or states.get(name) in (None, "refused"):
                 self._connector.gave_back(name)
+                states.pop(name, None)
 
     def _is_safe(self, name: str) -> bool:
         return self._sent.get(name) == self._safe.get(name)

@@ -1,0 +1,270 @@
+"""Topics of any Kafka as sources: each partition is a stream of its own.
+
+Which partitions a program reads is Kafka's group to decide; where it reads on is Penstock's point
+of reference, not the group's. A partition that the group gives to another program is given back
+with everything of it safe, so a handover loses and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Literal, Self
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
+
+from penstock.connect.source import ConnectorOptions, Item, Source, SourceConnector
+from penstock.errors import ConnectorError
+
+HELD_MAX = 5000
+"""So many messages of a partition wait here; then it is paused."""
+POLL_S = 0.1
+CLOSE_S = 30.0
+Place = tuple[str, int]
+
+
+class PartitionSource(Source):
+    """One partition, named `kafka/TOPIC/PARTITION`; filled by the thread that reads."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(f"kafka/{place[0]}/{place[1]}")
+        self.place = place
+        self._lock = threading.Lock()
+        self._held: deque[Item] = deque()
+        self._goto: tuple[int | None] | None = None
+        self._last: int | None = None
+        self._has_begun = False
+        self.safe: int | None = None
+        self.is_paused = True
+
+    # The connector's side
+
+    def handle_reset(self, point_of_ref: int | None) -> None:
+        with self._lock:
+            self._held.clear()
+            self._goto = (point_of_ref,)
+
+    def handle_next(self) -> Item | None:
+        with self._lock:
+            return self._held.popleft() if self._held and self._goto is None else None
+
+    def handle_progress(self, stream: str, point_of_ref: int) -> None:  # noqa: ARG002
+        self.safe = point_of_ref
+
+    # The reader's side
+
+    def asked_position(self) -> tuple[int | None] | None:
+        """Where to go on, if that was said since the last time."""
+        with self._lock:
+            return self._goto
+
+    def begin(self) -> None:
+        """What is put from here on is behind the position that was asked for."""
+        with self._lock:
+            if self._goto is not None:
+                (self._last,) = self._goto
+            self._goto = None
+            self._has_begun = True
+
+    def look_again(self) -> None:
+        """Kafka has removed what comes next: find out where to go on."""
+        with self._lock:
+            if self._goto is None and self._has_begun:
+                self._goto = (self._last,)
+
+    def put(self, item: Item) -> int:
+        with self._lock:
+            if self._goto is None:
+                self._held.append(item)
+                self._last = item.point_of_ref
+            return len(self._held)
+
+    def held(self) -> int:
+        with self._lock:
+            return len(self._held)
+
+
+class KafkaTopics:
+    """Reads topics as a member of a group, while its block lasts.
+
+    `settings` are any of librdkafka's. `start` is where a partition begins that Penstock has
+    nothing of; `on_gone` what happens where Kafka has removed what comes next.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        servers: str,
+        topics: Sequence[str],
+        group: str,
+        *,
+        start: Literal["earliest", "latest"] = "earliest",
+        on_gone: Literal["fail", "earliest", "latest"] = "fail",
+        settings: Mapping[str, str | int | bool] | None = None,
+        options: ConnectorOptions = ConnectorOptions(),
+    ) -> None:
+        self._topics = list(topics)
+        self._start = start
+        self._on_gone = on_gone
+        self._settings = {
+            "bootstrap.servers": servers, "group.id": group, "enable.auto.commit": False,
+            "auto.offset.reset": "error", "isolation.level": "read_committed",
+            **(settings or {}),
+        }  # fmt: skip
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-kafka-source", daemon=True)
+        self._sources: dict[Place, PartitionSource] = {}
+        self._committed: dict[Place, int] = {}
+        self.connector = SourceConnector(address, [], options)
+        self.failure: ConnectorError | None = None
+
+    def __enter__(self) -> Self:
+        self.connector.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join(CLOSE_S)
+        self.connector.stop()
+
+    def check(self) -> None:
+        """Raise `ConnectorError` if it cannot go on."""
+        self.connector.check()
+        if self.failure is not None:
+            raise self.failure
+
+    # Reading
+
+    def _run(self) -> None:
+        try:
+            consumer = Consumer(self._settings)
+            consumer.subscribe(
+                self._topics, on_assign=self._assigned, on_revoke=self._revoked,
+                on_lost=self._revoked,
+            )  # fmt: skip
+            with contextlib.closing(consumer):
+                while not self._stop.is_set():
+                    self._step(consumer)
+        except KafkaException as error:
+            self.failure = ConnectorError(f"Kafka cannot be read: {error.args[0]}")
+        except ConnectorError as error:
+            self.failure = error
+
+    def _step(self, consumer: Consumer) -> None:
+        for message in consumer.consume(1000, POLL_S):
+            self._take(consumer, message)
+        for source in list(self._sources.values()):
+            self._position(consumer, source)
+            self._balance(consumer, source)
+        self._tell_group(consumer)
+
+    def _take(self, consumer: Consumer, message: Message) -> None:
+        source = self._sources.get((str(message.topic()), int(message.partition() or 0)))
+        error = message.error()
+        if error is not None:
+            is_gone = error.code() == KafkaError._AUTO_OFFSET_RESET
+            if is_gone and source is not None:
+                source.look_again()
+            elif not is_gone:
+                self._err(error)
+            return
+        offset = message.offset()
+        if source is None or offset is None:
+            return
+        _, time_ms = message.timestamp()
+        key, value = message.key(), message.value()
+        data = value if isinstance(value, bytes) else b""
+        given = key if isinstance(key, bytes) else None
+        item = Item(data, offset, given or None, max(0, time_ms) * 1_000_000)
+        if source.put(item) >= HELD_MAX and not source.is_paused:
+            consumer.pause([TopicPartition(*source.place)])
+            source.is_paused = True
+        self.connector.wake()
+
+    def _err(self, error: KafkaError) -> None:
+        away = (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT)
+        if error.retriable() or error.code() in away:
+            return
+        raise ConnectorError(f"Kafka cannot be read: {error.str()}")
+
+    def _position(self, consumer: Consumer, source: PartitionSource) -> None:
+        """Go where the connector wants to go on."""
+        asked = source.asked_position()
+        if asked is None:
+            return
+        place = TopicPartition(*source.place)
+        (point,) = asked
+        try:
+            low, high = consumer.get_watermark_offsets(place, timeout=10.0)
+            at = (low if self._start == "earliest" else high) if point is None else point + 1
+            place.offset = at if at >= low else self._instead(source, at, low, high)
+            consumer.seek(place)
+        except KafkaException:
+            return  # not yet: again in a moment
+        source.begin()
+        consumer.resume([place])
+        source.is_paused = False
+
+    def _instead(self, source: PartitionSource, at: int, low: int, high: int) -> int:
+        if self._on_gone == "fail":
+            raise ConnectorError(
+                f"{source.name}: offset {at} is not there any more, the first is {low}: keep "
+                "events longer, or say where to go on (on_gone=earliest or latest)"
+            )
+        return low if self._on_gone == "earliest" else high
+
+    def _balance(self, consumer: Consumer, source: PartitionSource) -> None:
+        if source.is_paused and source.asked_position() is None and source.held() < HELD_MAX // 2:
+            consumer.resume([TopicPartition(*source.place)])
+            source.is_paused = False
+
+    def _tell_group(self, consumer: Consumer) -> None:
+        """Let Kafka's own tools see how far this is; nobody here asks for it."""
+        news = {p: s.safe + 1 for p, s in self._sources.items() if s.safe is not None}
+        changed = {p: at for p, at in news.items() if self._committed.get(p) != at}
+        if changed:
+            offsets = [TopicPartition(*place, at) for place, at in changed.items()]
+            with contextlib.suppress(KafkaException):
+                consumer.commit(offsets=offsets, asynchronous=True)
+            self._committed.update(changed)
+
+    # The group
+
+    def _assigned(self, consumer: Consumer, places: list[TopicPartition]) -> None:
+        for place in places:
+            place.offset = OFFSET_BEGINNING  # paused until the connector says where to go on
+        consumer.incremental_assign(places) if self._is_cooperative() else consumer.assign(places)
+        consumer.pause(places)
+        for place in places:
+            source = PartitionSource((place.topic, place.partition))
+            self._sources[source.place] = source
+            self.connector.add(source)
+
+    def _revoked(self, consumer: Consumer, places: list[TopicPartition]) -> None:
+        for place in places:
+            source = self._sources.pop((place.topic, place.partition), None)
+            if source is not None:
+                self.connector.give_back(source.name)
+        if self._is_cooperative():
+            consumer.incremental_unassign(places)
+        else:
+            consumer.unassign()
+
+    def _is_cooperative(self) -> bool:
+        return "cooperative" in str(self._settings.get("partition.assignment.strategy", ""))
