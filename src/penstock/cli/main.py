@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 import penstock
-from penstock.cli import apps, clusters, connectors, events, objects, outboxes, upkeep
+from penstock.cli import apps, clusters, connect, connectors, events, objects, outboxes, upkeep
 from penstock.cli.options import LogOption, Settings
 from penstock.cli.output import OutputClosedError
 from penstock.errors import PenstockError, UsageError
@@ -48,6 +48,7 @@ apps.register(app)
 upkeep.register(app)
 clusters.register(app)
 connectors.register(app)
+connect.register(app)
 outboxes.register(app)
 
 

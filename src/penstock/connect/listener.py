@@ -355,7 +355,7 @@ class _Connection:
             first = wrong[0].message.message_id
             messages = [message for message in messages if message.message_id < first]
             part, _ = to_part(composer, self._log.limits, stream, intake.name, messages)
-            reason = f"{_why(intake, wrong[0])}: it is no {stream.type} for stream {stream.name}"
+            reason = f"{_why(intake, wrong[0])}, so stream {stream.name} cannot hold it"
         if not messages:
             return None, reason
         record = msgspec.structs.replace(
