@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from penstock.errors import (
-    CommitOutcomeUnknownError,
     OutboxError,
     PenstockError,
     RecordError,
@@ -38,12 +37,12 @@ from penstock.errors import (
 )
 from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Log
+from penstock.log.commit import commit_surely
 from penstock.log.compose import Composer, EventOptions, Outgoing
 from penstock.records.event import Key, from_microseconds, key_bytes, microseconds, now_us
 
 BATCH_ROWS_MAX = 1000
 POLL_S = 0.1
-COMMIT_TRIES = 5
 Connection = Any
 """A connection of sqlite3 or psycopg, or a Connection or Session of SQLAlchemy."""
 Dialect = Literal["sqlite", "postgresql"]
@@ -289,12 +288,7 @@ class Relay:
             parts=[self._composer.part(stream, events)],
             progress={_origin_key(name): self._origin.encode()},
         )
-        for _ in range(COMMIT_TRIES - 1):
-            with contextlib.suppress(CommitOutcomeUnknownError):
-                self._log.commit(self._holder, self._sequence, commit)
-                break
-        else:
-            self._log.commit(self._holder, self._sequence, commit)
+        commit_surely(self._log, self._holder, self._sequence, commit)
         self._sequence += 1
 
     def _check_origin(self, name: str) -> None:

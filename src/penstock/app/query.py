@@ -7,7 +7,6 @@ says. Nothing else has to be remembered.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,6 @@ from penstock.app.splits import free_splits, keyed_splits, merged
 from penstock.app.tables import AppTable
 from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range, Split, read_range
 from penstock.errors import (
-    CommitOutcomeUnknownError,
     FencedError,
     LimitError,
     OffsetGoneError,
@@ -36,10 +34,10 @@ from penstock.errors import (
     SinkGoneError,
 )
 from penstock.log.api import Commit, Committed, Holder, Log, Offsets
+from penstock.log.commit import commit_surely
 from penstock.log.objects import Stream
 from penstock.records.event import microseconds
 
-COMMIT_TRIES = 5
 PIN_S = 3600.0
 IDLE_WAIT_S = 0.5
 Clock = Callable[[], int]
@@ -402,10 +400,7 @@ def commit_batch(
         pieces=[piece for outcome in outcomes for piece in outcome.pieces],
         progress={progress_key(app, definition.name): packed for definition in definitions},
     )
-    for _ in range(COMMIT_TRIES - 1):
-        with contextlib.suppress(CommitOutcomeUnknownError):
-            return log.commit(order.holder, order.sequence, commit)
-    return log.commit(order.holder, order.sequence, commit)
+    return commit_surely(log, order.holder, order.sequence, commit)
 
 
 def told(

@@ -11,7 +11,6 @@ import contextlib
 import fnmatch
 import itertools
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,27 +20,24 @@ from typing import Literal, Self
 import msgspec
 
 from penstock.connect import wire
+from penstock.connect.effects import Close, Send
 from penstock.connect.intake import Wrong, to_part
 from penstock.connect.registry import Claim, Policy, Registry, this_owner
+from penstock.connect.serving import Connection, Server
 from penstock.connect.session import (
     Ask,
-    Close,
     Effect,
     Flush,
     Intake,
     Release,
-    Send,
     SourceSession,
     Terms,
 )
-from penstock.errors import FencedError, PenstockError, ProtocolError, UsageError
+from penstock.errors import FencedError, PenstockError, ProtocolError
 from penstock.log.api import Log
 from penstock.log.compose import Composer
 
 NAME_CHARS_MAX = 200
-READ_BYTES = 1 << 18
-GATHER_BYTES = 1 << 22
-TICK_S = 0.5
 GRACE_S = 0.25
 """A connector that comes again at once may find its old connection not yet cleared away."""
 COMMITS_MAX = 8
@@ -83,31 +79,22 @@ class Listener:
         self.options = options
         self.tell = tell
         self.registry = Registry(log, options.policy)
-        self.stopping = threading.Event()
         self.commits = ThreadPoolExecutor(COMMITS_MAX, "penstock-commit")
-        self._numbers = itertools.count(1)
-        self._connections: dict[int, _Connection] = {}
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._thread = threading.Thread(target=self._accept, name="penstock-listener")
+        self.numbers = itertools.count(1)
+        self._server = Server(
+            options.host, options.port, options.connections_max,
+            lambda peer, where: _Connection(self, peer, where), tell,
+        )  # fmt: skip
 
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens, the port it was given included."""
-        assert self._socket is not None  # noqa: S101  within the block
-        host, port = self._socket.getsockname()[:2]
-        return str(host), int(port)
+        return self._server.address
 
     def __enter__(self) -> Self:
         for _, stream in self.options.routes:
             self.log.stream(stream)
-        try:
-            self._socket = socket.create_server((self.options.host, self.options.port))
-        except OSError as error:
-            where = f"{self.options.host}:{self.options.port}"
-            raise UsageError(f"cannot listen at {where}: {error.strerror}") from error
-        self._socket.settimeout(TICK_S)
-        self._thread.start()
+        self._server.__enter__()
         return self
 
     def __exit__(
@@ -116,37 +103,8 @@ class Listener:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stopping.set()
-        self._thread.join()
-        with self._lock:
-            there = list(self._connections.values())
-        for connection in there:
-            connection.thread.join()
+        self._server.__exit__(kind, error, trace)
         self.commits.shutdown()
-        assert self._socket is not None  # noqa: S101  within the block
-        self._socket.close()
-
-    def _accept(self) -> None:
-        assert self._socket is not None  # noqa: S101  within the block
-        while not self.stopping.is_set():
-            try:
-                peer, address = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                self.tell(f"a connection could not be taken: {error}")
-                self.stopping.wait(TICK_S)
-                continue
-            with self._lock:
-                is_full = len(self._connections) >= self.options.connections_max
-                number = next(self._numbers)
-                connection = _Connection(self, number, peer, f"{address[0]}:{address[1]}")
-                self._connections[number] = connection
-            connection.refuse() if is_full else connection.thread.start()
-
-    def forget(self, number: int) -> None:
-        with self._lock:
-            self._connections.pop(number, None)
 
     def target(self, name: str) -> str | None:
         """The stream of the log that a connector stream goes to."""
@@ -156,76 +114,55 @@ class Listener:
         return None
 
 
-class _Connection:
-    """One connector: its socket around its session."""
+class _Connection(Connection):
+    """One connector."""
 
-    def __init__(self, listener: Listener, number: int, peer: socket.socket, where: str) -> None:
+    def __init__(self, listener: Listener, peer: socket.socket, where: str) -> None:
         options = listener.options
+        super().__init__(peer, where, options.frame_bytes_max, options.send_timeout_s)
         self._listener = listener
         self._log = listener.log
-        self._number = number
-        self._socket = peer
-        self._where = where
+        self._number = next(listener.numbers)
         self._session = SourceSession(Terms(cookie=options.cookie, credits=options.credits))
-        self._parser = wire.Parser(options.frame_bytes_max)
         self._claims: dict[int, Claim] = {}
         self._is_lost = False
         self._since = time.monotonic()
         self._composer: Composer | None = None
-        self.thread = threading.Thread(target=self._serve, name=f"penstock-source-{number}")
 
-    def refuse(self) -> None:
-        most = self._listener.options.connections_max
-        with contextlib.suppress(OSError), self._socket:
-            self._socket.settimeout(TICK_S)
-            self._socket.sendall(wire.encode(wire.Error(f"{most} connections are open already")))
-        self._listener.forget(self._number)
-
-    def _serve(self) -> None:
-        reason = "it closed the connection"
-        try:
-            with self._socket:
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._socket.settimeout(TICK_S)
-                reason = self._talk()
-        except OSError as error:
-            reason = f"the connection broke: {error}"
-        except PenstockError as error:
-            reason = f"the log could not be used: {error}"
-        finally:
-            self._let_go()
-            self._listener.forget(self._number)
-            self._listener.tell(f"{self._name} is gone: {reason}")
+    def gone(self, reason: str) -> None:
+        for claim in self._claims.values():
+            with contextlib.suppress(PenstockError):
+                claim.release()
+        self._listener.tell(f"{self._name} is gone: {reason}")
 
     @property
     def _name(self) -> str:
         session = self._session
         who = f"{session.program} {session.instance}".strip()
-        return f"connector {who} ({self._where})" if who else f"a connection ({self._where})"
+        return f"connector {who} ({self.where})" if who else f"a connection ({self.where})"
 
     # Talking
 
-    def _talk(self) -> str:
+    def talk(self) -> str:
         while True:
             try:
-                reason = self._carry_out(self._next())
-                is_leaving = self._is_lost or self._listener.stopping.is_set()
+                reason = self.carry_out(self._next())
+                is_leaving = self._is_lost or self.server.stopping.is_set()
                 if is_leaving and not reason:
-                    reason = self._carry_out([Flush(), *self._session.restart()])
+                    reason = self.carry_out([Flush(), *self._session.restart()])
                 for claim in self._claims.values():
                     claim.renew()
             except FencedError:
-                reason = self._carry_out(self._session.restart())
+                reason = self.carry_out(self._session.restart())
             except PenstockError as error:
-                self._carry_out(self._session.restart())
+                self.carry_out(self._session.restart())
                 return f"the log could not be used: {error}"
             if reason:
                 return reason
 
     def _next(self) -> Iterable[Effect]:
         """What is to be done about what came, or did not come."""
-        data = self._gathered()
+        data = self.gathered()
         if data:
             return self._received(data)
         if data is not None:
@@ -235,48 +172,17 @@ class _Connection:
             return self._session.fail("no Hello came in time")
         return []
 
-    def _gathered(self) -> bytes | None:
-        """What is there to read, once there is something; `None` if nothing came for a while."""
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except TimeoutError:
-            return None
-        if len(data) < READ_BYTES:
-            return data
-        parts = [data]
-        size = len(data)
-        while size < GATHER_BYTES:
-            try:
-                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            if not data:
-                break
-            parts.append(data)
-            size += len(data)
-        return b"".join(parts)
-
     def _received(self, data: bytes) -> Iterable[Effect]:
         try:
-            return self._session.receive(self._parser.feed(data))
+            return self._session.receive(self.parser.feed(data))
         except ProtocolError as error:
             return self._session.fail(str(error))
 
-    def _carry_out(self, effects: Iterable[Effect]) -> str:
-        """Do what the session asks for, one after the other; why it is over, if it is."""
-        for effect in effects:
-            if isinstance(effect, Close):
-                return effect.reason
-            reason = self._carry_out(self._done(effect))
-            if reason:
-                return reason
-        return ""
-
-    def _done(self, effect: Effect) -> list[Effect]:
+    def done(self, effect: Effect) -> list[Effect]:
         """Do one thing; what follows from it."""
         match effect:
             case Send(frame=frame):
-                self._send(frame)
+                self.send(frame)
             case Ask():
                 return self._ask(effect)
             case Flush():
@@ -285,11 +191,6 @@ class _Connection:
                 self._claims.pop(stream_id).release()
                 self._session.released(stream_id)
         return []
-
-    def _send(self, frame: wire.Frame) -> None:
-        self._socket.settimeout(self._listener.options.send_timeout_s)
-        self._socket.sendall(wire.encode(frame))
-        self._socket.settimeout(TICK_S)
 
     # Streams
 
@@ -307,7 +208,7 @@ class _Connection:
             found := take(ask.stream_id, ask.name, stream, owner, self._lose), Claim
         ):
             if time.monotonic() < deadline:
-                self._listener.stopping.wait(GRACE_S / 5)
+                self.server.stopping.wait(GRACE_S / 5)
                 continue
             self._listener.tell(f"{self._name} asked for {ask.name}, which another one has")
             return session.refused(ask.stream_id, found.point_of_ref)
@@ -318,13 +219,7 @@ class _Connection:
     def _lose(self) -> None:
         """Another connection took one of the streams: wake the thread, so that it says so."""
         self._is_lost = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)
-
-    def _let_go(self) -> None:
-        for claim in self._claims.values():
-            with contextlib.suppress(PenstockError):
-                claim.release()
+        self.interrupt()
 
     # Messages
 

@@ -21,14 +21,14 @@ from typing import Literal
 import msgspec
 
 from penstock.connect import wire
-from penstock.errors import CommitOutcomeUnknownError, FencedError
+from penstock.errors import FencedError
 from penstock.log.api import Commit, Holder, Log, Part
+from penstock.log.commit import commit_surely
 from penstock.records.event import now_us
 
 Policy = Literal["oldest", "takeover"]
 PREFIX = "source/"
 LEASE_S = 15.0
-COMMIT_TRIES = 5
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -84,12 +84,7 @@ class Claim:
         """Store events and what is known now of the stream, as one."""
         leased = msgspec.structs.replace(record, until_us=_until_us())
         commit = Commit(parts=parts, progress={self._key: msgspec.json.encode(leased)})
-        for _ in range(COMMIT_TRIES - 1):
-            with contextlib.suppress(CommitOutcomeUnknownError):
-                self._log.commit(self._holder, self._sequence, commit)
-                break
-        else:
-            self._log.commit(self._holder, self._sequence, commit)
+        commit_surely(self._log, self._holder, self._sequence, commit)
         self._sequence += 1
         self.record = leased
 

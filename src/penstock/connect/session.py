@@ -15,16 +15,11 @@ from typing import Literal
 import msgspec
 
 from penstock.connect import wire
+from penstock.connect.effects import Close, Send, error
 
 State = Literal["connected", "streaming", "closed"]
 EOS_DRIFT = 1
 """Old clients do not charge the end of a stream: so many frames too many for each are let pass."""
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send this to the connector."""
-
-    frame: wire.Frame
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -42,12 +37,6 @@ class Release(msgspec.Struct, frozen=True):
     """The connector gave this stream back."""
 
     stream_id: int
-
-
-class Close(msgspec.Struct, frozen=True):
-    """Close the connection; everything it owns is free then."""
-
-    reason: str
 
 
 Effect = Send | Ask | Flush | Release | Close
@@ -230,8 +219,7 @@ class SourceSession:
         """End the connection, telling why; what was received before is still made durable."""
         is_open = self.state == "streaming"
         self.state = "closed"
-        told = reason.encode()[: wire.TEXT_BYTES_MAX].decode(errors="ignore")
-        return [*([Flush()] if is_open else []), Send(wire.Error(told)), Close(reason)]
+        return [*([Flush()] if is_open else []), error(reason), Close(reason)]
 
     def _closed(self, reason: str) -> Close:
         self.state = "closed"

@@ -16,7 +16,6 @@ Protocol, transactions, points of reference and what goes wrong are the host's.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import socket
 import threading
@@ -29,15 +28,15 @@ from typing import Protocol, Self
 import msgspec
 
 from penstock.connect import wire
+from penstock.connect.effects import Send
+from penstock.connect.serving import Connection, Server
 from penstock.connect.sinking import (
     Append,
     Approve,
     Effect,
     Left,
     Note,
-    Over,
     Prepare,
-    Reply,
     Resolve,
     SinkSession,
     SinkTerms,
@@ -45,11 +44,9 @@ from penstock.connect.sinking import (
     Vote,
 )
 from penstock.connect.transactions import TransactionLog
-from penstock.errors import ProtocolError, UsageError
+from penstock.errors import ProtocolError
 from penstock.failpoints import failpoint
 
-READ_BYTES = 1 << 18
-TICK_S = 0.5
 TAKEOVER_S = 10.0
 WORKER = re.compile(r"[\w.@:/=+-]{1,200}\Z")
 ATTEMPT = re.compile(r"attempt=([\d.]{1,100})\Z")
@@ -115,34 +112,24 @@ class SinkHost:
         self.options = options
         self.tell = tell
         self.transactions = TransactionLog(folder)
-        self.stopping = threading.Event()
         self._active: dict[str, _Worker] = {}
         self._latest: dict[str, tuple[int, ...]] = {}
         self._changed = threading.Condition()
-        self._numbers = itertools.count(1)
-        self._connections: dict[int, _Worker] = {}
-        self._socket: socket.socket | None = None
-        self._thread = threading.Thread(target=self._accept, name="penstock-sink")
+        self._server = Server(
+            options.host, options.port, options.connections_max,
+            lambda peer, where: _Worker(self, peer, where), tell,
+        )  # fmt: skip
         self._exits = contextlib.ExitStack()
 
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens, the port it was given included."""
-        assert self._socket is not None  # noqa: S101  within the block
-        host, port = self._socket.getsockname()[:2]
-        return str(host), int(port)
+        return self._server.address
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as exits:
             exits.enter_context(self.transactions)
-            try:
-                self._socket = socket.create_server((self.options.host, self.options.port))
-            except OSError as error:
-                where = f"{self.options.host}:{self.options.port}"
-                raise UsageError(f"cannot listen at {where}: {error.strerror}") from error
-            exits.enter_context(self._socket)
-            self._socket.settimeout(TICK_S)
-            self._thread.start()
+            exits.enter_context(self._server)
             self._exits = exits.pop_all()
         return self
 
@@ -152,36 +139,7 @@ class SinkHost:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stopping.set()
-        self._thread.join()
-        with self._changed:
-            there = list(self._connections.values())
-        for connection in there:
-            connection.interrupt()
-            connection.thread.join()
         self._exits.close()
-
-    def _accept(self) -> None:
-        assert self._socket is not None  # noqa: S101  within the block
-        while not self.stopping.is_set():
-            try:
-                peer, address = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                self.tell(f"a connection could not be taken: {error}")
-                self.stopping.wait(TICK_S)
-                continue
-            number = next(self._numbers)
-            connection = _Worker(self, number, peer, f"{address[0]}:{address[1]}")
-            with self._changed:
-                is_full = len(self._connections) >= self.options.connections_max
-                if not is_full:
-                    self._connections[number] = connection
-            if is_full:
-                peer.close()
-            else:
-                connection.thread.start()
 
     def approve(self, worker: str, connection: _Worker) -> bool:
         """Whether the worker may connect: it is not connected, or only with an older attempt."""
@@ -199,58 +157,37 @@ class SinkHost:
             self._latest[worker] = connection.attempt
             return True
 
-    def forget(self, number: int, connection: _Worker) -> None:
+    def forget(self, connection: _Worker) -> None:
         with self._changed:
-            self._connections.pop(number, None)
             for worker, there in list(self._active.items()):
                 if there is connection:
                     del self._active[worker]
             self._changed.notify_all()
 
 
-class _Worker:
-    """One connection: its socket around its session and its sink."""
+class _Worker(Connection):
+    """One worker, and its sink."""
 
-    def __init__(self, host: SinkHost, number: int, peer: socket.socket, where: str) -> None:
+    def __init__(self, host: SinkHost, peer: socket.socket, where: str) -> None:
         options = host.options
+        super().__init__(peer, where, options.frame_bytes_max, options.send_timeout_s)
         self._host = host
-        self._number = number
-        self._socket = peer
-        self._where = where
         self._session = SinkSession(SinkTerms(cookie=options.cookie, credits=options.credits))
-        self._parser = wire.Parser(options.frame_bytes_max)
         self._sink: Sink | None = None
         self._heard = time.monotonic()
         self.attempt: tuple[int, ...] = ()
-        self.thread = threading.Thread(target=self._serve, name=f"penstock-sink-{number}")
 
-    def interrupt(self) -> None:
-        """Have the thread end; what it is doing is done first."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)
+    def gone(self, reason: str) -> None:
+        if self._sink is not None:
+            with contextlib.suppress(Exception):
+                self._sink.close()
+        self._host.forget(self)
+        self._host.tell(f"worker {self._session.worker} ({self.where}) is gone: {reason}")
 
-    def _serve(self) -> None:
-        reason = "it closed the connection"
-        try:
-            with self._socket:
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._socket.settimeout(TICK_S)
-                reason = self._talk()
-        except OSError as error:
-            reason = f"the connection broke: {error}"
-        finally:
-            if self._sink is not None:
-                with contextlib.suppress(Exception):
-                    self._sink.close()
-            self._host.forget(self._number, self)
-            self._host.tell(f"worker {self._session.worker} ({self._where}) is gone: {reason}")
-
-    def _talk(self) -> str:
-        while not self._host.stopping.is_set():
-            try:
-                data = self._socket.recv(READ_BYTES)
-            except TimeoutError:
+    def talk(self) -> str:
+        while not self.server.stopping.is_set():
+            data = self.gathered()
+            if data is None:
                 if time.monotonic() > self._heard + self._host.options.idle_timeout_s:
                     return "it said nothing for too long"
                 continue
@@ -258,28 +195,17 @@ class _Worker:
                 return "it closed the connection"
             self._heard = time.monotonic()
             try:
-                reason = self._carry_out(self._session.receive(self._parser.feed(data)))
+                reason = self.carry_out(self._session.receive(self.parser.feed(data)))
             except ProtocolError as error:
-                reason = self._carry_out(self._session.fail(str(error)))
+                reason = self.carry_out(self._session.fail(str(error)))
             if reason:
                 return reason
         return "the sink is stopping"
 
-    def _carry_out(self, effects: Iterable[Effect]) -> str:
-        """Do what the session asks for, one after the other; why it is over, if it is."""
-        for effect in effects:
-            if isinstance(effect, Over):
-                return effect.reason
-            reason = self._carry_out(self._done(effect))
-            if reason:
-                return reason
-        return ""
-
-    def _done(self, effect: Effect) -> Iterable[Effect]:
-        """Do one thing; what follows from it."""
+    def done(self, effect: Effect) -> Iterable[Effect]:
         match effect:
-            case Reply(frame=frame):
-                self._send(frame)
+            case Send(frame=frame):
+                self.send(frame)
             case Approve():
                 return self._approve(effect)
             case Append(messages=messages):
@@ -293,11 +219,6 @@ class _Worker:
             case Note(text=text):
                 self._host.tell(text)
         return ()
-
-    def _send(self, frame: wire.Frame) -> None:
-        self._socket.settimeout(self._host.options.send_timeout_s)
-        self._socket.sendall(wire.encode(frame))
-        self._socket.settimeout(TICK_S)
 
     # Effects
 
@@ -315,7 +236,7 @@ class _Worker:
             self._sink.open(standing.committed, standing.kept)
         except Exception as error:
             return self._session.fail(f"the target cannot be used: {_told(error)}")
-        self._host.tell(f"worker {asked.worker} ({self._where}) stands at {standing.committed}")
+        self._host.tell(f"worker {asked.worker} ({self.where}) stands at {standing.committed}")
         return self._session.approved(standing)
 
     def _append(self, messages: Sequence[wire.Message]) -> None:

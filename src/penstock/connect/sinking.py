@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from penstock.connect import wire
+from penstock.connect.effects import Close, Send, error
 
 State = Literal["initial", "approval", "phase1", "phase2", "closed"]
 QUEUED_MAX = 10_000
@@ -43,12 +44,6 @@ class Standing(msgspec.Struct, frozen=True):
     def kept(self) -> int:
         """What lies behind this was never voted for, and is gone after a restart."""
         return self.committed if self.pending is None else self.pending.end
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """Send this to the worker."""
-
-    frame: wire.Frame
 
 
 class Approve(msgspec.Struct, frozen=True):
@@ -89,13 +84,7 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-class Over(msgspec.Struct, frozen=True):
-    """Close the connection."""
-
-    reason: str
-
-
-Effect = Reply | Approve | Append | Prepare | Resolve | Left | Note | Over
+Effect = Send | Approve | Append | Prepare | Resolve | Left | Note | Close
 
 
 class SinkTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +113,7 @@ class SinkSession:
     # Frames
 
     def receive(self, frames: Iterable[wire.Frame]) -> Iterator[Effect]:
-        """What is to be done about frames; nothing after an `Over`.
+        """What is to be done about frames; nothing after a `Close`.
 
         Each effect must be carried out, and its answer given, before the next is asked for.
         """
@@ -162,7 +151,7 @@ class SinkSession:
         if self._used < self._terms.credits // 4 or self.state == "closed":
             return []
         granted, self._used = self._used, 0
-        return [Reply(wire.Ack(granted, ((1, self.standing.committed),)))]
+        return [Send(wire.Ack(granted, ((1, self.standing.committed),)))]
 
     def _received(self, frame: wire.Frame) -> list[Effect]:
         match self.state:
@@ -182,7 +171,7 @@ class SinkSession:
             case wire.Notify():
                 self._used += 1
                 answer = wire.NotifyAck(True, frame.stream_id, self.standing.committed)
-                return [Reply(answer)]
+                return [Send(answer)]
             case wire.Eos():
                 self._used += 1
                 return []
@@ -289,7 +278,7 @@ class SinkSession:
         self.received = standing.kept
         self.state = "phase1" if standing.pending is None else "phase2"
         queued, self._queued = self._queued, []
-        yield Reply(wire.Ok(self._terms.credits))
+        yield Send(wire.Ok(self._terms.credits))
         yield from self.receive(queued)
 
     def broken(self) -> None:
@@ -298,13 +287,12 @@ class SinkSession:
 
     def fail(self, reason: str) -> list[Effect]:
         """End the connection, telling why."""
-        told = reason.encode()[: wire.TEXT_BYTES_MAX].decode(errors="ignore")
-        return [Reply(wire.Error(told)), self._over(reason)]
+        return [error(reason), self._over(reason)]
 
-    def _over(self, reason: str) -> Over:
+    def _over(self, reason: str) -> Close:
         self.state = "closed"
-        return Over(reason)
+        return Close(reason)
 
 
-def _reply(message: wire.TwoPhase) -> Reply:
-    return Reply(wire.Message(0, 0, 0, None, wire.two_phase_payload(message)))
+def _reply(message: wire.TwoPhase) -> Send:
+    return Send(wire.Message(0, 0, 0, None, wire.two_phase_payload(message)))

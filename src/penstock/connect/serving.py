@@ -1,0 +1,197 @@
+"""A port that is listened at, and a thread for each connection: what listener and sinks share.
+
+A connection that errs ends alone; leaving the server's block lets each finish what it is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.connect import wire
+from penstock.connect.effects import Close
+from penstock.errors import UsageError
+
+TICK_S = 0.5
+"""How often a thread that waits looks whether it is to stop."""
+READ_BYTES = 1 << 18
+GATHER_BYTES = 1 << 22
+
+
+class Server:
+    """Listens while its block lasts. `make` gives the connection for a socket."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        connections_max: int,
+        make: Callable[[socket.socket, str], Connection],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._where = (host, port)
+        self._most = connections_max
+        self._make = make
+        self._tell = tell
+        self.stopping = threading.Event()
+        self._numbers = itertools.count(1)
+        self._connections: dict[int, Connection] = {}
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._thread = threading.Thread(target=self._accept, name="penstock-server")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens, the port it was given included."""
+        assert self._socket is not None  # noqa: S101  within the block
+        host, port = self._socket.getsockname()[:2]
+        return str(host), int(port)
+
+    def __enter__(self) -> Self:
+        try:
+            self._socket = socket.create_server(self._where)
+        except OSError as error:
+            where = "{}:{}".format(*self._where)
+            raise UsageError(f"cannot listen at {where}: {error.strerror}") from error
+        self._socket.settimeout(TICK_S)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stopping.set()
+        self._thread.join()
+        with self._lock:
+            there = list(self._connections.values())
+        for connection in there:
+            connection.thread.join()
+        assert self._socket is not None  # noqa: S101  within the block
+        self._socket.close()
+
+    def _accept(self) -> None:
+        assert self._socket is not None  # noqa: S101  within the block
+        while not self.stopping.is_set():
+            try:
+                peer, address = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                self._tell(f"a connection could not be taken: {error}")
+                self.stopping.wait(TICK_S)
+                continue
+            with self._lock:
+                is_full = len(self._connections) >= self._most
+            if is_full:
+                self._refuse(peer)
+            else:
+                self._begin(self._make(peer, f"{address[0]}:{address[1]}"))
+
+    def _begin(self, connection: Connection) -> None:
+        number = next(self._numbers)
+
+        def forget() -> None:
+            with self._lock:
+                self._connections.pop(number, None)
+
+        connection.begin(self, forget)
+        with self._lock:
+            self._connections[number] = connection
+        connection.thread.start()
+
+    def _refuse(self, peer: socket.socket) -> None:
+        with contextlib.suppress(OSError), peer:
+            peer.settimeout(TICK_S)
+            peer.sendall(wire.encode(wire.Error(f"{self._most} connections are open already")))
+
+
+class Connection:
+    """One connection: its socket, around a session that says what is to be done."""
+
+    def __init__(
+        self, peer: socket.socket, where: str, frame_bytes_max: int, send_timeout_s: float
+    ) -> None:
+        self.where = where
+        self._socket = peer
+        self._send_timeout_s = send_timeout_s
+        self.parser = wire.Parser(frame_bytes_max)
+        self.thread = threading.Thread(target=self._serve, name=f"penstock-peer-{where}")
+        self._forget: Callable[[], None] = lambda: None
+        self.server: Server = None  # type: ignore[assignment]  # begin comes first
+
+    def begin(self, server: Server, forget: Callable[[], None]) -> None:
+        self.server, self._forget = server, forget
+
+    def talk(self) -> str:
+        """Go on until the connection is over; why it is."""
+        raise NotImplementedError
+
+    def done(self, effect: Any) -> Iterable[Any]:
+        """Do one thing that the session asks for; what follows from it."""
+        raise NotImplementedError
+
+    def gone(self, reason: str) -> None:
+        """Let go of what the connection had."""
+        raise NotImplementedError
+
+    def _serve(self) -> None:
+        reason = ""
+        try:
+            with self._socket:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._socket.settimeout(TICK_S)
+                reason = self.talk()
+        except OSError as error:
+            reason = f"the connection broke: {error}"
+        finally:
+            self.gone(reason)
+            self._forget()
+
+    def interrupt(self) -> None:
+        """Have reading end; what the thread is doing is done first. From any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def gathered(self) -> bytes | None:
+        """What is there to read, once there is something; `None` if nothing came for a while."""
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except TimeoutError:
+            return None
+        if len(data) < READ_BYTES:
+            return data
+        parts, size = [data], len(data)
+        while size < GATHER_BYTES:
+            try:
+                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            parts.append(data)
+            size += len(data)
+        return b"".join(parts)
+
+    def send(self, frame: wire.Frame) -> None:
+        self._socket.settimeout(self._send_timeout_s)
+        self._socket.sendall(wire.encode(frame))
+        self._socket.settimeout(TICK_S)
+
+    def carry_out(self, effects: Iterable[Any]) -> str:
+        """Do what the session asks for, one after the other; why it is over, if it is."""
+        for effect in effects:
+            if isinstance(effect, Close):
+                return effect.reason
+            reason = self.carry_out(self.done(effect))
+            if reason:
+                return reason
+        return ""
