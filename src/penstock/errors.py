@@ -269,3 +269,10 @@ class OutboxError(PenstockError):
     """What is in an outbox cannot be published."""
 
     code = "outbox"
+
+
+class ConnectorTimeoutError(ConnectorError):
+    """What a connector sent was not safe in time; it may be yet."""
+
+    code = "connector_timeout"
+    retriable = True

@@ -14,6 +14,7 @@ from penstock import open as open_log
 from penstock.connect import wire
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import records
+from penstock.connect.serving import READ_BYTES
 from penstock.testing.processes import wait_until
 from tests.connect.peer import Peer, message
 
@@ -248,3 +249,16 @@ def test_order_is_kept_within_a_stream(log: Log, listen: Listen) -> None:
     for key in (b"a", b"b"):
         events: list[Any] = [e for e in read_events(log, "raw") if e.key == key]
         assert [int(event.data) for event in events] == list(range(300))
+
+
+def test_a_read_that_is_just_full_does_not_end_the_connection(listen: Listen) -> None:
+    """Whoever has sent a whole read and waits for credits is answered, not given up."""
+    with Peer(listen().address) as peer:
+        peer.hello()
+        peer.notify("s")
+        empty = len(wire.encode(message("s", 1, b"")))
+        peer.send(message("s", 1, b"x" * (READ_BYTES - empty)))
+        points = ((wire.stream_id("s"), 1),)
+        assert peer.next() == wire.Ack(2, points)
+        peer.send(message("s", 2))
+        assert peer.next() == wire.Ack(1, ((wire.stream_id("s"), 2),))

@@ -22,7 +22,7 @@ from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import records
 from penstock.connect.source import END, ConnectorOptions, Source, SourceConnector
 from penstock.connect.writing import SourceClient, source
-from penstock.errors import BufferFullError, ConnectorError, UsageError
+from penstock.errors import BufferFullError, ConnectorError, ConnectorTimeoutError, UsageError
 from penstock.testing.processes import wait_until
 
 RAW = ListenerOptions(routes=[("*", "raw")])
@@ -170,7 +170,7 @@ def test_what_is_not_confirmed_is_bounded() -> None:
         with pytest.raises(BufferFullError, match="has not confirmed anything"):
             for n in range(1000):
                 client.write(b"x" * 100, sequence=n, timeout_s=0.3)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(ConnectorTimeoutError):
             client.flush(0.1)
         client.close(flush=False)
 

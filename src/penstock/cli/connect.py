@@ -114,6 +114,72 @@ def kafka_source(  # noqa: PLR0913  one parameter per option
             found.check()
 
 
+@connect.command(
+    "redis",
+    epilog=examples(
+        "penstock connect redis redis://localhost/0 orders",
+        "penstock connect redis redis://localhost/0 orders --group penstock",
+        "penstock connect redis redis://localhost/0 news --subscribe",
+    ),
+)
+def redis_source(  # noqa: PLR0913  one parameter per option
+    url: Annotated[str, typer.Argument(help="redis://HOST:PORT/DB.")],
+    key: Annotated[str, typer.Argument(metavar="NAME", help="The stream, or the channel.")],
+    group: Annotated[str, typer.Option(help="Read the stream through this consumer group.")] = "",
+    subscribe: Annotated[
+        bool, typer.Option("--subscribe", help="NAME is a channel: at most once.")
+    ] = False,
+    on_gone: Annotated[
+        Literal["fail", "skip"], typer.Option(help="Where what comes next is not there any more.")
+    ] = "fail",
+    name: NameOption = None,
+    to: ToOption = LISTENER,
+    cookie: CookieOption = "",
+    instance: InstanceOption = "",
+) -> None:
+    """Send the entries of a Redis stream, or the messages of a channel."""
+    # Needs an extra.
+    from penstock.connect.sources import redis
+
+    called = name or key
+    source: Source
+    if subscribe:
+        source = redis.RedisSubscribeSource(called, url, key)
+    elif group:
+        source = redis.RedisGroupSource(called, url, key, group, on_gone=on_gone)
+    else:
+        source = redis.RedisStreamSource(called, url, key, on_gone=on_gone)
+    run_source(source, to, cookie, instance)
+
+
+@connect.command(
+    "postgres",
+    epilog=examples(
+        "penstock connect postgres postgresql://app@localhost/shop orders --table orders",
+        "penstock connect postgres postgresql://app@localhost/shop news",
+    ),
+)
+def postgres_source(
+    url: Annotated[str, typer.Argument(help="postgresql://USER@HOST/DATABASE.")],
+    channel: Annotated[str, typer.Argument(help="The channel to listen on.")],
+    table: Annotated[
+        str, typer.Option(help="Send the rows of this table; notifications only announce them.")
+    ] = "",
+    id_column: Annotated[str, typer.Option(help="The column that numbers the rows.")] = "id",
+    name: NameOption = None,
+    to: ToOption = LISTENER,
+    cookie: CookieOption = "",
+    instance: InstanceOption = "",
+) -> None:
+    """Send the rows of a PostgreSQL table, each once; or notifications, at most once."""
+    # Needs an extra.
+    from penstock.connect.sources.postgres import PostgresListenSource
+
+    called = name or table or channel
+    source = PostgresListenSource(called, url, channel, table=table, id_column=id_column)
+    run_source(source, to, cookie, instance)
+
+
 def run_source(source: Source, to: str, cookie: str, instance: str) -> None:
     """Run a source until it ends or is stopped; raises why it cannot go on."""
     options = ConnectorOptions(program=type(source).__name__, instance=instance, cookie=cookie)
@@ -150,6 +216,63 @@ def file_sink(
     """Append what apps push to files; what is not committed is cut off again."""
     run_sink(
         lambda worker: FileSink(folder, worker), folder,
+        SinkOptions(host=host, port=port, cookie=cookie),
+    )  # fmt: skip
+
+
+@connect.command(
+    "redis-sink",
+    epilog=examples(
+        "penstock connect redis-sink redis://localhost/0 --hash users --state sink",
+        "penstock connect redis-sink redis://localhost/0 --channel news --state sink",
+    ),
+)
+def redis_sink(
+    url: Annotated[str, typer.Argument(help="redis://HOST:PORT/DB.")],
+    state: StateOption,
+    hash_: Annotated[str, typer.Option("--hash", help="Keep a hash NAME:KEY for each key.")] = "",
+    channel: Annotated[str, typer.Option(help="Publish to this channel.")] = "",
+    stream: Annotated[str, typer.Option(help="Add to this stream.")] = "",
+    host: HostOption = "127.0.0.1",
+    port: PortOption = SINK_PORT,
+    cookie: CookieOption = "",
+) -> None:
+    """Bring what apps push into Redis: hashes by key, a channel, or a stream."""
+    # Needs an extra.
+    from penstock.connect.sinks import redis
+
+    if sum(map(bool, (hash_, channel, stream))) != 1:
+        raise UsageError("say where it goes: one of --hash, --channel and --stream")
+
+    def make(worker: str) -> Sink:
+        if hash_:
+            return redis.RedisHashSink(url, worker, hash_)
+        return redis.RedisPublishSink(url, worker, channel=channel, stream=stream)
+
+    run_sink(make, state, SinkOptions(host=host, port=port, cookie=cookie))
+
+
+@connect.command(
+    "postgres-sink",
+    epilog=examples(
+        "penstock connect postgres-sink postgresql://localhost/shop totals --key item --state x"
+    ),
+)
+def postgres_sink(
+    url: Annotated[str, typer.Argument(help="postgresql://USER@HOST/DATABASE.")],
+    table: Annotated[str, typer.Argument(help="The table, with a unique index on its keys.")],
+    key: Annotated[list[str], typer.Option(help="A column by which rows are found.")],
+    state: StateOption,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = SINK_PORT,
+    cookie: CookieOption = "",
+) -> None:
+    """Bring what apps push into a PostgreSQL table: rows are inserted or updated by key."""
+    # Needs an extra.
+    from penstock.connect.sinks.postgres import PostgresSink
+
+    run_sink(
+        lambda worker: PostgresSink(url, worker, table, key), state,
         SinkOptions(host=host, port=port, cookie=cookie),
     )  # fmt: skip
 

@@ -173,16 +173,17 @@ class SinkWorker:
                 if isinstance(frame, kind):
                     return frame
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no {kind.__name__}")
+                raise self._gone(f"no {kind.__name__} came in time")
             data = self._socket.recv(SEND_BYTES)
             if not data:
-                raise ConnectionError("it closed the connection")
+                raise self._gone("it closed the connection")
             self._frames += self._parser.feed(data)
 
     def _told(self, work: Callable[[], F]) -> F:
         try:
             return work()
         except (OSError, ProtocolError) as error:
-            raise SinkGoneError(
-                f"worker {self.worker} lost the sink at {self._where}: {error}"
-            ) from error
+            raise self._gone(str(error)) from error
+
+    def _gone(self, why: str) -> SinkGoneError:
+        return SinkGoneError(f"worker {self.worker} lost the sink at {self._where}: {why}")

@@ -170,15 +170,16 @@ class Connection:
         if len(data) < READ_BYTES:
             return data
         parts, size = [data], len(data)
-        while size < GATHER_BYTES:
-            try:
-                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            if not data:
-                break
-            parts.append(data)
-            size += len(data)
+        self._socket.setblocking(False)  # only what is there already
+        try:
+            while data and size < GATHER_BYTES:
+                data = self._socket.recv(READ_BYTES)
+                parts.append(data)
+                size += len(data)
+        except BlockingIOError:
+            pass
+        finally:
+            self._socket.settimeout(TICK_S)
         return b"".join(parts)
 
     def send(self, frame: wire.Frame) -> None:

@@ -41,7 +41,7 @@ from penstock.connect.client import (
     Refused,
     Restarted,
 )
-from penstock.errors import ConnectorError, ProtocolError, UsageError
+from penstock.errors import ConnectorError, ConnectorTimeoutError, ProtocolError, UsageError
 
 T = TypeVar("T")
 SEND_BYTES = 1 << 18
@@ -196,7 +196,7 @@ class SourceConnector:
     def finish(self, timeout_s: float) -> None:
         """Wait until every source has ended and is safe.
 
-        Raises `ConnectorError` if the connector has given up, or `TimeoutError`.
+        Raises `ConnectorError` if the connector has given up, or `ConnectorTimeoutError`.
         """
         deadline = time.monotonic() + timeout_s
         while not self._over.wait(min(0.05, max(0.0, deadline - time.monotonic()))):
@@ -204,7 +204,7 @@ class SourceConnector:
                 if self._sources.keys() <= self.done:
                     return
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"not everything was safe within {timeout_s} s")
+                raise ConnectorTimeoutError(f"not everything was safe within {timeout_s} s")
         self.check()
 
     def check(self) -> None:
@@ -321,7 +321,7 @@ class _Talk:
             return
         data = self._peer.recv(SEND_BYTES)
         if not data:
-            raise ConnectionError("the listener closed the connection")
+            self._is_over = True
         for news in self._session.receive(self._parser.feed(data)):
             self._take(news)
 

@@ -23,7 +23,7 @@ from penstock.connect.source import (
     SourceConnector,
     _End,
 )
-from penstock.errors import BufferFullError, UsageError
+from penstock.errors import BufferFullError, ConnectorTimeoutError, UsageError
 from penstock.records.event import Key, key_bytes
 
 Encoder = Callable[[object], bytes]
@@ -241,7 +241,10 @@ class SourceClient:
         return source.point_of_ref
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Wait until everything is safe. Raises `TimeoutError`, or why the connector gave up."""
+        """Wait until everything is safe.
+
+        Raises `ConnectorTimeoutError`, or why the connector gave up.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             sources = list(self._sources.values())
@@ -250,7 +253,9 @@ class SourceClient:
                 while source._held:
                     self.connector.check()
                     if time.monotonic() >= deadline:
-                        raise TimeoutError(f"{source.name} was not safe within {timeout_s} s")
+                        raise ConnectorTimeoutError(
+                            f"{source.name} was not safe within {timeout_s} s"
+                        )
                     source.changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
 
     def close(self, *, flush: bool = True) -> None:
@@ -266,7 +271,7 @@ class SourceClient:
         while not source.wait_open(min(deadline, time.monotonic() + 0.2)):
             self.connector.check()
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"no listener gave us the stream {source.name} in time")
+                raise ConnectorTimeoutError(f"no listener gave us the stream {source.name} in time")
 
     def _source(self, partition: object) -> BufferedSource:
         name = self._stream if partition is None else f"{self._stream}.{partition}"
