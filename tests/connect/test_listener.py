@@ -222,6 +222,7 @@ def test_stopping_sends_connectors_away_with_everything_safe(log: Log) -> None:
         peer.hello()
         peer.notify("s")
         peer.send(message("s", 5))
+        wait_until(lambda: data_of(log), 10, "the message having come")
     with closing(peer.socket):
         assert peer.next() == wire.Ack(2, ((wire.stream_id("s"), 5),))
         assert peer.next() == wire.Restart("")
