@@ -271,6 +271,13 @@ class OutboxError(PenstockError):
     code = "outbox"
 
 
+class DatabaseGoneError(OutboxError):
+    """The database of an outbox cannot be reached."""
+
+    code = "database_gone"
+    retriable = True
+
+
 class ConnectorTimeoutError(ConnectorError):
     """What a connector sent was not safe in time; it may be yet."""
 

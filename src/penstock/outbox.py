@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import functools
 import importlib
-import importlib.resources
 import re
 import secrets
 import sqlite3
@@ -30,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from penstock.errors import (
+    DatabaseGoneError,
     OutboxError,
     PenstockError,
     RecordError,
@@ -39,6 +38,8 @@ from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Log
 from penstock.log.commit import commit_surely
 from penstock.log.compose import Composer, EventOptions, Outgoing
+from penstock.log.objects import Stream
+from penstock.log.statements import statements
 from penstock.records.event import Key, from_microseconds, key_bytes, microseconds, now_us
 
 BATCH_ROWS_MAX = 1000
@@ -126,7 +127,11 @@ def connected(address: str) -> Iterator[Connection]:
             psycopg = importlib.import_module("psycopg")
         except ModuleNotFoundError:
             raise UsageError("PostgreSQL needs psycopg: pip install 'penstock[postgres]'") from None
-        with contextlib.closing(psycopg.connect(address, connect_timeout=10)) as found:
+        try:
+            found = psycopg.connect(address, connect_timeout=10)
+        except psycopg.OperationalError as error:
+            raise DatabaseGoneError(f"the database cannot be reached: {error}") from error
+        with contextlib.closing(found):
             yield found
     else:
         raise UsageError(f"{address!r} is no database: write sqlite:///path or postgresql://…")
@@ -172,13 +177,9 @@ def _run(connection: Connection, name: str, values: Mapping[str, object] | None 
     return connection.execute(re.sub(r":(\w+)", r"%(\1)s", statement), given)
 
 
-@functools.cache
 def _sql(name: str) -> str:
-    text = importlib.resources.files(__package__).joinpath("outbox.sql").read_text("utf-8")
-    blocks = (block.partition("\n") for block in text.split("-- name: ")[1:])
-    found = {own.strip(): body for own, _, body in blocks}
-    lines = [line for line in found[name].splitlines() if not line.startswith("--")]
-    return "\n".join(lines).strip().rstrip(";")
+    lines = statements(__package__, "outbox.sql")[name].splitlines()
+    return "\n".join(line for line in lines if not line.startswith("--")).rstrip(";")
 
 
 # The relay
@@ -235,10 +236,17 @@ class Relay:
         return done
 
     def _hold(self, connection: Connection) -> None:
-        origin = _rows(connection, "origin")
-        connection.commit()
+        try:
+            origin = _rows(connection, "origin")
+            connection.commit()
+        except Exception as error:
+            if "penstock_outbox_origin" not in str(error):
+                raise
+            origin = []
         if not origin:
-            raise OutboxError("there is no outbox in this database: make it with outbox.create")
+            raise OutboxError(
+                "there is no outbox in this database: make it with `penstock outbox create`"
+            )
         self._origin = str(origin[0][0])
         self._producer = f"outbox/{self._origin}"
         self._holder = self._log.hold(self._producer)
@@ -260,8 +268,8 @@ class Relay:
         for stream in dict.fromkeys(row.stream for row in rows):
             self._publish(stream, [row for row in rows if row.stream == stream])
         failpoint("outbox.published")
-        for row in rows:
-            _run(connection, "delete", {"id": row.id})
+        ids = msgspec.json.encode([row.id for row in rows]).decode()
+        _run(connection, f"delete_{dialect_of(connection)}", {"ids": ids})
         failpoint("outbox.deleted")
         connection.commit()
         failpoint("outbox.committed")
@@ -283,7 +291,7 @@ class Relay:
                 "would be there twice: create it with --ids producer"
             )
         self._check_origin(name)
-        events = [self._event(name, row) for row in rows]
+        events = [self._event(stream, row) for row in rows]
         commit = Commit(
             parts=[self._composer.part(stream, events)],
             progress={_origin_key(name): self._origin.encode()},
@@ -300,8 +308,7 @@ class Relay:
                 "give this one a stream of its own"
             )
 
-    def _event(self, name: str, row: Row) -> Outgoing:
-        stream = self._log.stream(name)
+    def _event(self, stream: Stream, row: Row) -> Outgoing:
         data: object = row.data if row.kind == "bytes" else msgspec.json.decode(row.data)
         headers = None if row.headers is None else msgspec.json.decode(row.headers)
         given = EventOptions(
@@ -314,8 +321,8 @@ class Relay:
             return self._composer.admit(stream, data, given)
         except UsageError as error:
             raise OutboxError(
-                f"row {row.id} of the outbox does not fit stream {name}: {error}; correct or "
-                "delete it, and start the relay again"
+                f"row {row.id} of the outbox does not fit stream {stream.name}: {error}; correct "
+                "or delete it, and start the relay again"
             ) from error
 
 

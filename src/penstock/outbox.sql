@@ -43,5 +43,11 @@ RETURNING id;
 SELECT id, stream, data, kind, key, time_us, headers
 FROM penstock_outbox ORDER BY id LIMIT :rows;
 
--- name: delete
-DELETE FROM penstock_outbox WHERE id = :id;
+-- name: delete_sqlite
+DELETE FROM penstock_outbox WHERE id IN (SELECT value FROM json_each(:ids));
+
+-- name: delete_postgresql
+DELETE FROM penstock_outbox
+WHERE id IN (
+  SELECT CAST(value AS BIGINT) FROM json_array_elements_text(CAST(:ids AS JSON)) AS gone (value)
+);

@@ -20,7 +20,13 @@ import sqlalchemy
 
 from penstock import CreateStream, Log, Record, declare, outbox, read_events
 from penstock import open as open_log
-from penstock.errors import FencedError, OutboxError, RecordError, UsageError
+from penstock.errors import (
+    DatabaseGoneError,
+    FencedError,
+    OutboxError,
+    RecordError,
+    UsageError,
+)
 from penstock.failpoints import CONNECTOR_NAMES, ENVIRONMENT
 from penstock.testing.processes import wait_until
 from penstock.testing.servers import PostgresServer, ServerError
@@ -268,3 +274,12 @@ def test_mistakes_are_told(tmp_path: Path, log: Log) -> None:
         outbox.Relay(log, lambda: connect(f"sqlite:///{tmp_path / 'b.db'}")).drain()
     with pytest.raises(UsageError, match="is no database"), connect("mysql://x"):
         pass
+
+
+def test_a_database_without_an_outbox_or_that_is_away(database: str, log: Log) -> None:
+    relay = outbox.Relay(log, lambda: connect(database))
+    with pytest.raises(OutboxError, match="penstock outbox create"):
+        relay.drain()
+    away = outbox.Relay(log, lambda: connect("postgresql://nobody@127.0.0.1:9/x"))
+    with pytest.raises(DatabaseGoneError, match="cannot be reached"):
+        away.drain()

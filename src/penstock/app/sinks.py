@@ -31,9 +31,9 @@ from penstock.errors import ConnectorError, SinkGoneError
 from penstock.failpoints import failpoint
 from penstock.log.api import Holder, Log
 from penstock.log.batch import Batch
+from penstock.log.documents import documents_of
 from penstock.log.objects import Stream
-from penstock.records.documents import to_documents
-from penstock.records.event import DATA, DELETED, data_columns, partitions_of
+from penstock.records.event import DELETED, partitions_of
 
 Row = tuple[bytes | None, int, bytes]
 STARTING, SENDING, TELLING = 0, 1, 2
@@ -90,15 +90,18 @@ class SinkQuery(Query):
     def _resolve_open(self, worker: str) -> None:
         decided = self.position.transactions.get(worker)
         with self._dialled(worker, self.position.sequence, STARTING) as sink:
+            committed, is_open = sink.committed, bool(sink.uncommitted)
             for transaction in sink.uncommitted:
                 sink.resolve(transaction, decided is not None and decided[0] == transaction)
-        with self._dialled(worker, self.position.sequence, STARTING) as sink:
-            if decided is not None and sink.committed != decided[1]:
-                raise ConnectorError(
-                    f"the sink at {self._definition.address} has {sink.committed} bytes of worker "
-                    f"{worker}, and {decided[1]} were committed: it is another one, or has lost "
-                    f"some; `penstock reset APP {self.name}` begins anew"
-                )
+        if is_open:  # ask again what it has now
+            with self._dialled(worker, self.position.sequence, STARTING) as sink:
+                committed = sink.committed
+        if decided is not None and committed != decided[1]:
+            raise ConnectorError(
+                f"the sink at {self._definition.address} has {committed} bytes of worker "
+                f"{worker}, and {decided[1]} were committed: it is another one, or has lost "
+                f"some; `penstock reset APP {self.name}` begins anew"
+            )
 
     def _dialled(self, worker: str, sequence: int, step: int) -> SinkWorker:
         assert self._holder is not None  # noqa: S101  start comes first
@@ -168,14 +171,8 @@ def rows_of(batch: Batch, split: Split) -> Iterator[Row]:
     if split.slots > 1:
         homes = partitions_of(whole.column("_key"), split.slots, 0)
         whole = whole.filter(pc.equal(homes, split.slot))
-    stream = batch.stream
-    plain = data_columns(whole)
-    if stream.record is None:
-        documents = plain.column(DATA).cast(pa.binary())
-    else:
-        documents = to_documents(plain, stream.record)
     # An entry that was deleted has no data.
-    documents = pc.if_else(whole.column(DELETED), pa.scalar(b"", pa.binary()), documents)
+    documents = documents_of(batch.stream, whole).fill_null(b"")
     times = whole.column("_time").cast(pa.int64())
     columns: Iterable[Row] = zip(
         whole.column("_key").to_pylist(),

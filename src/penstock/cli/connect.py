@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,6 +46,17 @@ HostOption = Annotated[str, typer.Option(help="The address to listen at.")]
 PortOption = Annotated[int, typer.Option(help="The port; 0 takes a free one.")]
 LISTENER = "127.0.0.1:6067"
 SINK_PORT = 6068
+
+
+@contextlib.contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Say which extra is missing, where a connector's package is."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"this connector needs more packages ({error.name}): pip install 'penstock[{extra}]'"
+        ) from None
 
 
 def register(app: typer.Typer) -> None:
@@ -100,8 +112,8 @@ def kafka_source(  # noqa: PLR0913  one parameter per option
     instance: InstanceOption = "",
 ) -> None:
     """Send the messages of Kafka's topics; each partition is a connector stream."""
-    # Needs an extra.
-    from penstock.connect.sources.kafka import KafkaTopics
+    with needing("kafka"):
+        from penstock.connect.sources.kafka import KafkaTopics
 
     options = ConnectorOptions(program="kafka", instance=instance, cookie=cookie)
     found = KafkaTopics(
@@ -138,8 +150,8 @@ def redis_source(  # noqa: PLR0913  one parameter per option
     instance: InstanceOption = "",
 ) -> None:
     """Send the entries of a Redis stream, or the messages of a channel."""
-    # Needs an extra.
-    from penstock.connect.sources import redis
+    with needing("redis"):
+        from penstock.connect.sources import redis
 
     called = name or key
     source: Source
@@ -172,8 +184,8 @@ def postgres_source(
     instance: InstanceOption = "",
 ) -> None:
     """Send the rows of a PostgreSQL table, each once; or notifications, at most once."""
-    # Needs an extra.
-    from penstock.connect.sources.postgres import PostgresListenSource
+    with needing("postgres"):
+        from penstock.connect.sources.postgres import PostgresListenSource
 
     called = name or table or channel
     source = PostgresListenSource(called, url, channel, table=table, id_column=id_column)
@@ -238,8 +250,8 @@ def redis_sink(
     cookie: CookieOption = "",
 ) -> None:
     """Bring what apps push into Redis: hashes by key, a channel, or a stream."""
-    # Needs an extra.
-    from penstock.connect.sinks import redis
+    with needing("redis"):
+        from penstock.connect.sinks import redis
 
     if sum(map(bool, (hash_, channel, stream))) != 1:
         raise UsageError("say where it goes: one of --hash, --channel and --stream")
@@ -268,8 +280,8 @@ def postgres_sink(
     cookie: CookieOption = "",
 ) -> None:
     """Bring what apps push into a PostgreSQL table: rows are inserted or updated by key."""
-    # Needs an extra.
-    from penstock.connect.sinks.postgres import PostgresSink
+    with needing("postgres"):
+        from penstock.connect.sinks.postgres import PostgresSink
 
     run_sink(
         lambda worker: PostgresSink(url, worker, table, key), state,

@@ -1,7 +1,7 @@
 """One connection as a source connector sees it: a state machine without input or output.
 
-Start --Notify--> NotifySent --NotifyAck--> Open | Refused
-Open --Eos--> Ended
+Notify--> asked --NotifyAck--> open | refused
+open --Eos--> ended
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.connect import wire
 
-StreamState = Literal["start", "asked", "open", "refused", "ended"]
+StreamState = Literal["asked", "open", "refused", "ended"]
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class ClientSession:
 
     def ask(self, name: str) -> wire.Notify | None:
         """The frame that asks for a stream; `None` if there are no credits for it now."""
-        if not self._spend():
+        if not self.spend():
             return None
         number = wire.stream_id(name)
         self._names[number] = name
@@ -85,19 +85,17 @@ class ClientSession:
 
     def end(self, name: str) -> wire.Eos | None:
         """The frame that gives a stream back; `None` if there are no credits for it now."""
-        if not self._spend():
+        if not self.spend():
             return None
         self.states[name] = "ended"
         return wire.Eos(wire.stream_id(name))
 
-    def spend(self, count: int) -> int:
-        """So many messages may be sent now."""
-        allowed = min(count, self.credits)
-        self.credits -= allowed
-        return allowed
-
-    def _spend(self) -> bool:
-        return self.is_streaming and self.spend(1) == 1
+    def spend(self) -> bool:
+        """Take a credit for a frame, if there is one."""
+        if not self.is_streaming or self.credits <= 0:
+            return False
+        self.credits -= 1
+        return True
 
     def receive(self, frames: Iterable[wire.Frame]) -> list[News]:
         """What frames say; nothing behind a `Failed` or `Restarted` counts."""

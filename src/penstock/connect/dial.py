@@ -4,6 +4,7 @@ outcome. Blocking; every wait has a limit.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -183,7 +184,17 @@ class SinkWorker:
         try:
             return work()
         except (OSError, ProtocolError) as error:
+            self._hear_last_words()
             raise self._gone(str(error)) from error
+
+    def _hear_last_words(self) -> None:
+        """A sink that refuses may have closed while we were still sending: it has said why."""
+        with contextlib.suppress(OSError, ProtocolError, AttributeError):
+            self._socket.settimeout(1.0)
+            self._frames += self._parser.feed(self._socket.recv(SEND_BYTES))
+        for frame in self._frames:
+            if isinstance(frame, wire.Error):
+                raise ConnectorError(f"the sink at {self._where} says: {frame.message}")
 
     def _gone(self, why: str) -> SinkGoneError:
         return SinkGoneError(f"worker {self.worker} lost the sink at {self._where}: {why}")

@@ -48,7 +48,7 @@ class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `routes` say which stream of the log a connector stream goes to: patterns of names, the first
     that fits. `policy` decides between two connectors that want one stream. A connection that
-    says nothing for `idle_timeout_s` before its `Hello` is closed. `on_damage` is what becomes of
+    says nothing for `hello_timeout_s` before its `Hello` is closed. `on_damage` is what becomes of
     messages that the stream cannot hold.
     """
 

@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -106,15 +107,16 @@ class Registry:
         self._log = log
         self._policy = policy
         self._lock = threading.Lock()
-        self._lost: dict[int, Callable[[], None]] = {}
+        self._lost: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
+        """Whom to tell; a connection that is gone is not held on to."""
 
     def take(
         self, stream_id: int, name: str, stream: str, owner: Owner, on_lost: Callable[[], None]
     ) -> Claim | SourceRecord:
         """The stream for this owner; or its record, if another one keeps it.
 
-        `on_lost` is called when another connection of this process takes it over; where it is
-        another process, the next commit is fenced.
+        `on_lost`, a method, is called when another connection of this process takes it over;
+        where it is another process, the next commit is fenced.
 
         1. Look whether it is free, or may be taken.
         2. Hold its producer: from here on, whoever had it can commit no more.
@@ -138,8 +140,9 @@ class Registry:
         except FencedError:
             return self.record(stream_id) or record
         with self._lock:
-            tell = self._lost.get(stream_id)
-            self._lost[stream_id] = on_lost
+            earlier = self._lost.get(stream_id)
+            self._lost[stream_id] = weakref.WeakMethod(on_lost)
+        tell = None if earlier is None else earlier()
         if taken_from is not None and tell is not None:
             tell()
         return claim

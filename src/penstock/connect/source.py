@@ -401,7 +401,7 @@ class _Talk:
     def _send_some(self, name: str, source: Source) -> bool:
         number, size, is_over = wire.stream_id(name), 0, False
         chunks: list[bytes] = []
-        while len(chunks) < SEND_ROWS and size < SEND_BYTES and self._session.spend(1):
+        while len(chunks) < SEND_ROWS and size < SEND_BYTES and self._session.spend():
             found = called(source.name, source.handle_next)
             if found is None or isinstance(found, _End):
                 self._session.credits += 1  # it was not needed

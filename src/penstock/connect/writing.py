@@ -57,7 +57,6 @@ class BufferedSource(Source):
         self._sent = 0
         self._last: int | None = None
         self._is_open = False
-        self._is_ended = False
         self.changed = threading.Condition()
 
     # The author's side
@@ -65,11 +64,10 @@ class BufferedSource(Source):
     def put(self, data: bytes, sequence: int | None, key: bytes | None, time_ns: int) -> bool:
         """Keep a message; False if it is safe already. Raises `UsageError` for a wrong number."""
         with self.changed:
-            number = (
-                sequence if sequence is not None else (-1 if self._last is None else self._last) + 1
-            )
-            if self._last is not None and number <= self._last:
-                if self._held and number > self._held[0].point_of_ref - 1:
+            following = 0 if self._last is None else self._last + 1
+            number = following if sequence is None else sequence
+            if number < following:
+                if self._held and number >= self._held[0].point_of_ref:
                     raise UsageError(
                         f"message {number} of {self.name} comes after {self._last}: numbers grow"
                     )
@@ -78,10 +76,6 @@ class BufferedSource(Source):
             self._last = number
             return True
 
-    def end(self) -> None:
-        with self.changed:
-            self._is_ended = True
-
     def wait_open(self, deadline: float) -> bool:
         """Wait until it is known where to go on."""
         with self.changed:
@@ -89,9 +83,11 @@ class BufferedSource(Source):
                 lambda: self._is_open, max(0.0, deadline - time.monotonic())
             )
 
-    def is_safe(self) -> bool:
+    def wait_safe(self, deadline: float) -> bool:
+        """Wait until everything that was written is safe."""
         with self.changed:
-            return not self._held
+            left_s = max(0.0, deadline - time.monotonic())
+            return self.changed.wait_for(lambda: not self._held, left_s)
 
     @property
     def point_of_ref(self) -> int | None:
@@ -110,12 +106,12 @@ class BufferedSource(Source):
             self._is_open = True
             self.changed.notify_all()
 
-    def handle_next(self) -> Item | _End | None:
+    def handle_next(self) -> Item | None:
         with self.changed:
             if self._sent < len(self._held):
                 self._sent += 1
                 return self._held[self._sent - 1]
-            return END if self._is_ended else None
+            return None
 
     def handle_progress(self, stream: str, point_of_ref: int) -> None:  # noqa: ARG002
         with self.changed:
@@ -249,14 +245,10 @@ class SourceClient:
         with self._lock:
             sources = list(self._sources.values())
         for source in sources:
-            with source.changed:
-                while source._held:
-                    self.connector.check()
-                    if time.monotonic() >= deadline:
-                        raise ConnectorTimeoutError(
-                            f"{source.name} was not safe within {timeout_s} s"
-                        )
-                    source.changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
+            while not source.wait_safe(min(deadline, time.monotonic() + 0.2)):
+                self.connector.check()
+                if time.monotonic() >= deadline:
+                    raise ConnectorTimeoutError(f"{source.name} was not safe within {timeout_s} s")
 
     def close(self, *, flush: bool = True) -> None:
         """Make everything safe, and end the connection; a second call does nothing."""
@@ -303,9 +295,7 @@ class GeneratedSource(Source):
         return END
 
 
-def source(
-    name: str,
-) -> Callable[[Callable[[int | None], Iterator[Yielded]]], Callable[[], Source]]:
+def source(name: str) -> Callable[[Generated], Callable[[], Source]]:
     """Make a source of a generator function.
 
         @source("lines")

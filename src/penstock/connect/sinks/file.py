@@ -1,6 +1,6 @@
 """A file for each worker: messages are appended, and cut off again if they are not to be.
 
-Readers of the file may see what is not yet committed; `committed` says up to where it is.
+Readers of the file may see what is not yet committed.
 """
 
 from __future__ import annotations

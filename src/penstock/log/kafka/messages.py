@@ -18,17 +18,17 @@ from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 
 from penstock.errors import DamagedError
 from penstock.log.batch import Batch, Run
+from penstock.log.documents import documents_of
 from penstock.log.objects import Stream
 from penstock.records.arrow import UTC_MICROSECONDS, arrow_schema, nullable
 from penstock.records.cloudevents import BINARY, JSON, SPEC_VERSION
-from penstock.records.documents import from_documents, not_json, to_documents
+from penstock.records.documents import from_documents, not_json
 from penstock.records.event import (
     DATA,
     DELETED,
     ENVELOPE,
     GIVEN,
     Stamp,
-    data_columns,
     envelope,
     from_microseconds,
     stamp_of,
@@ -59,7 +59,7 @@ def encode(stream: Stream, batch: pa.RecordBatch) -> Encoded:
     return Encoded(
         batch.num_rows,
         columns["_key"].to_pylist(),
-        _values(stream, batch),
+        documents_of(stream, batch).to_pylist(),
         lambda: _headers(stream, batch, columns),
     )
 
@@ -70,18 +70,6 @@ def follows_from_data(batch: pa.RecordBatch) -> bool:
     if field is None or "_time" in batch.schema.names:
         return False
     return bool(batch.column(field).null_count == 0)
-
-
-def _values(stream: Stream, batch: pa.RecordBatch) -> list[bytes | None]:
-    plain = data_columns(batch)
-    if stream.record is None:
-        documents = plain.column(DATA).cast(pa.binary())
-    else:
-        documents = to_documents(plain, stream.record)
-    if DELETED in batch.schema.names:
-        documents = pc.if_else(batch.column(DELETED), pa.scalar(None, pa.binary()), documents)
-    found: list[bytes | None] = documents.to_pylist()
-    return found
 
 
 def _headers(

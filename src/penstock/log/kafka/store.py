@@ -9,8 +9,6 @@ that a pinned moment can be read.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.resources
 import threading
 import weakref
 import zlib
@@ -29,6 +27,7 @@ from penstock.log.collections import Action, Collection, Collections, replay
 from penstock.log.objects import Stream
 from penstock.log.sqlite.connection import sql as embedded_sql
 from penstock.log.sqlite.ids import take_new
+from penstock.log.statements import statements
 from penstock.log.table import packed, unpacker
 from penstock.records.event import DELETED, now_us
 
@@ -43,14 +42,9 @@ Read = Callable[[Stream, int, int, int], Iterator[Batch]]
 Row = tuple[Any, ...]
 
 
-@functools.cache
 def _sql(name: str) -> str:
-    text = importlib.resources.files(__package__).joinpath("store.sql").read_text("utf-8")
-    for block in text.split("-- name: ")[1:]:
-        own, _, body = block.partition("\n")
-        if own.strip() == name:
-            return body.strip()
-    return embedded_sql(name)  # ids are kept in the same tables as in the embedded log
+    own = statements(__package__, "store.sql")
+    return own.get(name) or embedded_sql(name)  # ids are kept as in the embedded log
 
 
 class Store:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.resources
 import os
 import secrets
@@ -18,6 +17,7 @@ import pyarrow as pa
 
 from penstock import errors
 from penstock.failpoints import failpoint
+from penstock.log.statements import statements
 from penstock.records.event import now_us
 
 APPLICATION_ID = 0x50454E53  # "PENS"
@@ -32,20 +32,9 @@ OPEN_BUSY_S = 10.0
 OPEN_PAUSE_S = 0.02
 
 
-@functools.cache
 def sql(name: str) -> str:
     """The statement of that name in `queries.sql`."""
-    return _statements()[name]
-
-
-@functools.cache
-def _statements() -> dict[str, str]:
-    text = importlib.resources.files(__package__).joinpath("queries.sql").read_text("utf-8")
-    found = {}
-    for block in text.split("-- name: ")[1:]:
-        name, _, body = block.partition("\n")
-        found[name.strip()] = body.strip()
-    return found
+    return statements(__package__, "queries.sql")[name]
 
 
 #: a row of a result. The tables are STRICT, so its types are known where it is used.
@@ -83,7 +72,7 @@ def _bindings(values: tuple[object, ...]) -> Any:
 
 
 def statement_names() -> list[str]:
-    return list(_statements())
+    return list(statements(__package__, "queries.sql"))
 
 
 def migration(number: int) -> str:
