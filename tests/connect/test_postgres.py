@@ -6,32 +6,27 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
-from penstock import CreateStream, Log, declare, read_events
+from penstock import CreateStream, Log, declare
 from penstock import open as open_log
 from penstock.connect.dial import DialOptions, SinkWorker
-from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import records
-from penstock.connect.sink import Sink, SinkHost
+from penstock.connect.sink import Sink
 from penstock.connect.sinks.postgres import PostgresSink
-from penstock.connect.source import ConnectorOptions, Source, SourceConnector
 from penstock.connect.sources.postgres import PostgresListenSource
 from penstock.connect.wire import Message
 from penstock.errors import ConnectorError, UsageError
 from penstock.testing.processes import wait_until
 from penstock.testing.servers import PostgresServer, ServerError
+from tests.connect.hosting import Make, hosted, refused, running, texts
 
 pytestmark = pytest.mark.row("W9", engine="any")
-RAW = ListenerOptions(routes=[("*", "raw")])
-QUICK = ConnectorOptions(backoff_s=0.05, backoff_s_max=0.2)
-Make = Callable[[str], Sink]
 
 SCHEMA = """
     DROP TABLE IF EXISTS events, people, pairs, penstock_sink, penstock_sink_pending;
@@ -78,25 +73,11 @@ def log(tmp_path: Path) -> Iterator[Log]:
         yield opened
 
 
-@contextmanager
-def running(log: Log, *sources: Source) -> Iterator[SourceConnector]:
-    with Listener(log, RAW) as listener:
-        address = "{}:{}".format(*listener.address)
-        with SourceConnector(address, sources, QUICK) as connector:
-            yield connector
-            connector.check()
-
-
 def come(log: Log, count: int) -> None:
     def has_come() -> bool:
         return sum(record.messages for record in records(log)) >= count
 
     wait_until(has_come, 60, f"{count} messages")
-
-
-def texts(log: Log) -> list[str]:
-    events: list[Any] = list(read_events(log, "raw"))
-    return [event.data.decode() for event in events]
 
 
 def numbers(log: Log) -> list[int]:
@@ -241,21 +222,6 @@ def test_notifications_that_are_not_safe_come_again(server: PostgresServer) -> N
 
 
 # Sinks
-
-
-@contextmanager
-def hosted(make: Make, folder: Path, told: list[str] | None = None) -> Iterator[str]:
-    tell = print if told is None else told.append
-    with SinkHost(make, folder, tell=tell) as host:
-        yield "{}:{}".format(*host.address)
-
-
-@contextmanager
-def refused(told: list[str], why: str) -> Iterator[None]:
-    """The host ends the connection and tells why; the worker may see no more than the end."""
-    with pytest.raises(ConnectorError):
-        yield
-    wait_until(lambda: any(why in line for line in told), 30, why)
 
 
 def people(server: PostgresServer, **options: Any) -> Make:

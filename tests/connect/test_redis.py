@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ import redis
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
 from penstock.connect.dial import DialOptions, SinkWorker
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import records
-from penstock.connect.sink import Sink, SinkHost
+from penstock.connect.sink import Sink
 from penstock.connect.sinks.redis import RedisHashSink, RedisPublishSink
-from penstock.connect.source import ConnectorOptions, Item, Source, SourceConnector
+from penstock.connect.source import Item, Source
 from penstock.connect.sources.redis import (
     RedisGroupSource,
     RedisStreamSource,
@@ -31,11 +28,9 @@ from penstock.connect.wire import Message
 from penstock.errors import ConnectorError, UsageError
 from penstock.testing.processes import wait_until
 from penstock.testing.servers import RedisServer, ServerError
+from tests.connect.hosting import Make, hosted, refused, running, stored, texts
 
 pytestmark = pytest.mark.row("W9", engine="any")
-RAW = ListenerOptions(routes=[("*", "raw")])
-QUICK = ConnectorOptions(backoff_s=0.05, backoff_s_max=0.2)
-Make = Callable[[str], Sink]
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +64,6 @@ def log(tmp_path: Path) -> Iterator[Log]:
         yield opened
 
 
-@contextmanager
-def running(log: Log, *sources: Source) -> Iterator[SourceConnector]:
-    with Listener(log, RAW) as listener:
-        address = "{}:{}".format(*listener.address)
-        with SourceConnector(address, sources, QUICK) as connector:
-            yield connector
-            connector.check()
-
-
 def start(server: RedisServer, client: redis.Redis) -> None:
     """Until it has loaded what it had."""
     server.start()
@@ -89,15 +75,6 @@ def start(server: RedisServer, client: redis.Redis) -> None:
             return False
 
     wait_until(is_up, 30, "Redis")
-
-
-def stored(log: Log) -> int:
-    return sum(record.messages for record in records(log))
-
-
-def texts(log: Log) -> list[str]:
-    events: list[Any] = list(read_events(log, "raw"))
-    return [event.data.decode() for event in events]
 
 
 def add(client: redis.Redis, numbers: Sequence[int], key: str = "s") -> None:
@@ -402,21 +379,6 @@ def test_what_is_not_safe_is_bounded(server: RedisServer, client: redis.Redis) -
 
 
 # Sinks
-
-
-@contextmanager
-def hosted(make: Make, folder: Path, told: list[str] | None = None) -> Iterator[str]:
-    tell = print if told is None else told.append
-    with SinkHost(make, folder, tell=tell) as host:
-        yield "{}:{}".format(*host.address)
-
-
-@contextmanager
-def refused(told: list[str], why: str) -> Iterator[None]:
-    """The host ends the connection and tells why; the worker may see no more than the end."""
-    with pytest.raises(ConnectorError):
-        yield
-    wait_until(lambda: any(why in line for line in told), 30, why)
 
 
 def worker(address: str, attempt: int, timeout_s: float = 60.0) -> SinkWorker:
