@@ -72,7 +72,7 @@ def check(folder: Path, count: int, workers: int = 2) -> None:
     assert sum(map(len, homes)) == len(set.union(*homes)), "a key has one worker"
 
 
-@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.row("W14", engine="any")
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_rows_arrive_once(tmp_path: Path, workers: int) -> None:
     folder = tmp_path / "sink"
@@ -131,7 +131,7 @@ class Driver:
             return process.wait(90)
 
 
-@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.row("W14", engine="any")
 @pytest.mark.parametrize(
     "step", [*(n for n in CONNECTOR_NAMES if n.startswith("push.")), "commit.committed"]
 )
@@ -147,7 +147,7 @@ def test_the_driver_is_killed_at(
     check(sink.folder, 1500)
 
 
-@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.row("W14", engine="any")
 @pytest.mark.parametrize("step", [n for n in CONNECTOR_NAMES if n.startswith("sink.")])
 def test_the_sink_is_killed_at(tmp_path: Path, log: Log, sink: SinkProcess, step: str) -> None:
     sink.start(f"{step}=kill@3")
@@ -159,7 +159,7 @@ def test_the_sink_is_killed_at(tmp_path: Path, log: Log, sink: SinkProcess, step
     check(sink.folder, 1500)
 
 
-@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.row("W14", engine="any")
 def test_a_driver_that_slept_past_its_fencing_does_no_harm(
     tmp_path: Path, log: Log, sink: SinkProcess
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_driver_that_slept_past_its_fencing_does_no_harm(
     check(sink.folder, 600)
 
 
-@pytest.mark.row("W14", engine="embedded")
+@pytest.mark.row("W14", engine="any")
 @pytest.mark.timeout(600)
 def test_random_kills(
     tmp_path: Path, log: Log, sink: SinkProcess, request: pytest.FixtureRequest

@@ -27,10 +27,14 @@ class RowPlugin:
         self._counts: Counter[str] = Counter()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        known = _known(_rows()) if ROWS.exists() else None
         for item in items:
             for mark in item.iter_markers("row"):
                 engine = mark.kwargs.get("engine") or _engine_of(item)
-                item.user_properties += [(PROPERTY, f"{row} {engine}") for row in mark.args]
+                for name in (f"{row} {engine}" for row in mark.args):
+                    if known is not None and name not in known:
+                        raise pytest.UsageError(f"{item.nodeid}: there is no row {name} in {ROWS}")
+                    item.user_properties.append((PROPERTY, name))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -49,9 +53,17 @@ def _engine_of(item: pytest.Item) -> str:
     return str(getattr(getattr(item, "cls", None), "engine", "any"))
 
 
+def _rows() -> dict[str, dict[str, list[str]]]:
+    return tomllib.loads(ROWS.read_text("utf-8"))["rows"]  # type: ignore[no-any-return]
+
+
+def _known(rows: dict[str, dict[str, list[str]]]) -> set[str]:
+    return {f"{row} {engine}" for row, body in rows.items() for engine in body["engines"]}
+
+
 def report() -> list[str]:
     """One line per row and engine: `H10 embedded 3 passed`, or `missing`."""
-    rows = tomllib.loads(ROWS.read_text("utf-8"))["rows"]
+    rows = _rows()
     counts = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     lines = []
     for row, body in rows.items():
@@ -62,8 +74,7 @@ def report() -> list[str]:
             }
             told = [f"{count} {outcome}" for outcome, count in found.items() if count]
             lines.append(f"{row} {engine} {', '.join(told) or 'missing'}")
-    known = {f"{row} {engine}" for row, body in rows.items() for engine in body["engines"]}
-    strange = {key.rsplit(" ", 1)[0] for key in counts} - known
+    strange = {key.rsplit(" ", 1)[0] for key in counts} - _known(rows)
     lines += [f"{name} is marked in a test and not in {ROWS}" for name in sorted(strange)]
     return lines
 
