@@ -11,7 +11,7 @@ from penstock.connect.sinks.file import FileSink
 
 
 def main(folder: Path, port: int) -> None:
-    options = SinkOptions(port=port)
+    options = SinkOptions(address=f"127.0.0.1:{port}")
     with SinkHost(lambda worker: FileSink(folder, worker), folder, options) as host:
         print(host.address[1], flush=True)
         threading.Event().wait()

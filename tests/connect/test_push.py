@@ -108,7 +108,7 @@ def test_another_sink_is_noticed(tmp_path: Path) -> None:
         with AppTest(made, tmp_path) as run:
             run.send(numbers, Number("k", 1))
             run.until_idle()
-    options = SinkOptions(port=port)
+    options = SinkOptions(address=f"127.0.0.1:{port}")
     with SinkHost(lambda worker: FileSink(second, worker), second, options):
         with AppTest(made, tmp_path, tries_max=1) as run:
             assert "it is another one, or has lost some" in str(run.until_failed())

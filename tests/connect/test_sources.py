@@ -227,7 +227,15 @@ class Programs:
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = str(found.getsockname()[1])
         self._commands = {
-            "listener": ["penstock.cli", "listen", "raw", "--log", str(path), "--port", port],
+            "listener": [
+                "penstock.cli",
+                "listen",
+                "raw",
+                "--log",
+                str(path),
+                "--at",
+                f"127.0.0.1:{port}",
+            ],
             "writer": ["tests.connect.counting", f"127.0.0.1:{port}", str(total)],
         }
         self._running: dict[str, subprocess.Popen[bytes]] = {}

@@ -32,7 +32,7 @@ from penstock.app.signature import read_signature
 from penstock.app.streams import AppStream, How, OnError
 from penstock.app.tables import AppTable, KeyType, RelativeTo, value_schema
 from penstock.app.windows import Duration, Windows
-from penstock.connect.source import parse_address
+from penstock.connect.addresses import check_address
 from penstock.errors import AppError
 from penstock.log.names import check_name, parse_stream
 from penstock.log.objects import StreamSpec
@@ -353,7 +353,8 @@ class App:
         cookie: str = "",
         timeout: Duration = "60 seconds",
     ) -> None:
-        """Push the events of a stream into a sink connector at `host:port`, each once.
+        """Push the events of a stream into a sink connector at `host:port`, or `auto:NAME`, each
+        once.
 
         Rows go to one of `workers` connections by their key, as JSON or as the bytes they are.
         The number of workers is part of what the sink remembers: it must not change.
@@ -361,7 +362,7 @@ class App:
         where = caller()
         called = name or f"{stream.name}_sink"
         self.check_input(where, called, stream)
-        check_place(where, address, parse_address)
+        check_place(where, address, check_address)
         if not 1 <= workers <= WORKERS_MAX:
             raise AppError(f"{where}: sink {called}: workers is 1 to {WORKERS_MAX}")
         self.define(

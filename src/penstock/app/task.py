@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
+from penstock.connect.push import SinkVote
 from penstock.errors import DamagedError, PenstockError
 from penstock.log.api import CommitOptions, Holder, Log, Part, Piece, Pin
 from penstock.log.batch import Batch
@@ -86,15 +87,6 @@ class Hop(NamedTuple):
 
     time_us: int
     rows: int
-
-
-class SinkVote(NamedTuple):
-    """A sink's worker has made these bytes durable, and waits for the outcome."""
-
-    worker: str
-    transaction: str
-    start: int
-    end: int
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

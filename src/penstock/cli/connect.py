@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from penstock.cli.options import examples
+from penstock.cli.options import AtOption, check_closed, examples
 from penstock.cli.output import note, say, stopping
 from penstock.connect.sink import Sink, SinkHost, SinkOptions
 from penstock.connect.sinks.file import FileSink
@@ -25,7 +25,10 @@ connect = typer.Typer(
 )
 TICK_S = 0.2
 ToOption = Annotated[
-    str, typer.Option("--to", metavar="HOST:PORT", help="Where `penstock listen` listens.")
+    str,
+    typer.Option(
+        "--to", metavar="HOST:PORT", help="Where `penstock listen` listens; or auto:NAME."
+    ),
 ]
 CookieOption = Annotated[
     str, typer.Option(envvar="PENSTOCK_COOKIE", help="What the other side wants to know.")
@@ -42,10 +45,8 @@ UntilEndOption = Annotated[
 StateOption = Annotated[
     Path, typer.Option("--state", help="The folder in which the sink keeps its transactions.")
 ]
-HostOption = Annotated[str, typer.Option(help="The address to listen at.")]
-PortOption = Annotated[int, typer.Option(help="The port; 0 takes a free one.")]
 LISTENER = "127.0.0.1:6067"
-SINK_PORT = 6068
+SINK = "127.0.0.1:6068"
 
 
 @contextlib.contextmanager
@@ -218,17 +219,16 @@ def _setting(text: str) -> tuple[str, str]:
 # Sinks
 
 
-@connect.command("file-sink", epilog=examples("penstock connect file-sink out --port 6068"))
+@connect.command("file-sink", epilog=examples("penstock connect file-sink out --at 127.0.0.1:6068"))
 def file_sink(
     folder: Annotated[Path, typer.Argument(help="Where the files are; one for each worker.")],
-    host: HostOption = "127.0.0.1",
-    port: PortOption = SINK_PORT,
+    at: AtOption = SINK,
     cookie: CookieOption = "",
 ) -> None:
     """Append what apps push to files; what is not committed is cut off again."""
     run_sink(
         lambda worker: FileSink(folder, worker), folder,
-        SinkOptions(host=host, port=port, cookie=cookie),
+        SinkOptions(address=at, cookie=cookie),
     )  # fmt: skip
 
 
@@ -245,8 +245,7 @@ def redis_sink(
     hash_: Annotated[str, typer.Option("--hash", help="Keep a hash NAME:KEY for each key.")] = "",
     channel: Annotated[str, typer.Option(help="Publish to this channel.")] = "",
     stream: Annotated[str, typer.Option(help="Add to this stream.")] = "",
-    host: HostOption = "127.0.0.1",
-    port: PortOption = SINK_PORT,
+    at: AtOption = SINK,
     cookie: CookieOption = "",
 ) -> None:
     """Bring what apps push into Redis: hashes by key, a channel, or a stream."""
@@ -261,7 +260,7 @@ def redis_sink(
             return redis.RedisHashSink(url, worker, hash_)
         return redis.RedisPublishSink(url, worker, channel=channel, stream=stream)
 
-    run_sink(make, state, SinkOptions(host=host, port=port, cookie=cookie))
+    run_sink(make, state, SinkOptions(address=at, cookie=cookie))
 
 
 @connect.command(
@@ -275,8 +274,7 @@ def postgres_sink(
     table: Annotated[str, typer.Argument(help="The table, with a unique index on its keys.")],
     key: Annotated[list[str], typer.Option(help="A column by which rows are found.")],
     state: StateOption,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = SINK_PORT,
+    at: AtOption = SINK,
     cookie: CookieOption = "",
 ) -> None:
     """Bring what apps push into a PostgreSQL table: rows are inserted or updated by key."""
@@ -285,14 +283,13 @@ def postgres_sink(
 
     run_sink(
         lambda worker: PostgresSink(url, worker, table, key), state,
-        SinkOptions(host=host, port=port, cookie=cookie),
+        SinkOptions(address=at, cookie=cookie),
     )  # fmt: skip
 
 
 def run_sink(make: Callable[[str], Sink], state: Path, options: SinkOptions) -> None:
     """Run a sink until it is stopped."""
-    if options.host not in ("127.0.0.1", "::1", "localhost") and not options.cookie:
-        raise UsageError(f"anybody who reaches {options.host} could write: set a cookie (--cookie)")
+    check_closed(options.address, options.cookie)
     stop = threading.Event()
     with stopping(stop, "connections are ended"), SinkHost(make, state, options, note) as host:
         say("listening at {}:{}".format(*host.address))

@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 import typer
 
 from penstock.cli.options import (
+    AtOption,
     JsonOption,
     LogOption,
     LogOptionsOption,
+    check_closed,
     examples,
     open_named,
 )
@@ -20,7 +22,6 @@ from penstock.connect.registry import SourceRecord, records
 from penstock.connect.wire import NEVER
 from penstock.errors import UsageError
 
-PORT = 6067
 connectors = typer.Typer(no_args_is_help=True, help="Look at connectors.")
 
 
@@ -49,8 +50,7 @@ def listen(  # noqa: PLR0913  one parameter per option
             help="Where connector streams with such a name go; the first that fits counts.",
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = PORT,
+    at: AtOption = "127.0.0.1:6067",
     cookie: Annotated[
         str, typer.Option(envvar="PENSTOCK_COOKIE", help="What connectors must know.")
     ] = "",
@@ -76,12 +76,9 @@ def listen(  # noqa: PLR0913  one parameter per option
     routes = [_route(item) for item in route or []] + ([("*", stream)] if stream else [])
     if not routes:
         raise UsageError("say where messages go: penstock listen STREAM, or --route PATTERN=STREAM")
-    if host not in ("127.0.0.1", "::1", "localhost") and not cookie:
-        raise UsageError(
-            f"anybody who reaches {host} could write: set a cookie (--cookie, PENSTOCK_COOKIE)"
-        )
+    check_closed(at, cookie)
     options = ListenerOptions(
-        routes=routes, host=host, port=port, cookie=cookie, policy=policy, credits=credits_,
+        routes=routes, address=at, cookie=cookie, policy=policy, credits=credits_,
         on_damage=on_damage,
     )  # fmt: skip
     stop = threading.Event()

@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 import typer
 
+from penstock.connect.addresses import listening_at
 from penstock.errors import LogFormatError, UsageError
 from penstock.log import OptionValue, is_path, log_path, open_log
 from penstock.log.api import Limits, Log
@@ -49,6 +50,14 @@ LogOptionsOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON, one value per line, for programs.")
 ]
+AtOption = Annotated[
+    str,
+    typer.Option(
+        "--at",
+        metavar="HOST:PORT",
+        help="Where to listen; port 0 is any that is free, auto:NAME one that others find by name.",
+    ),
+]
 StreamArgument = Annotated[
     str,
     typer.Argument(
@@ -63,6 +72,15 @@ StreamArgument = Annotated[
 def examples(*commands: str) -> str:
     """The end of a command's help: what one would type, a line each."""
     return "\n\n".join(["**Examples**", *(f"`{command}`" for command in commands)])
+
+
+def check_closed(address: str, cookie: str) -> None:
+    """Refuse to listen where anybody could come in."""
+    host, _, _ = listening_at(address)
+    if host not in ("127.0.0.1", "::1", "localhost") and not cookie:
+        raise UsageError(
+            f"anybody who reaches {host} could write: set a cookie (--cookie, PENSTOCK_COOKIE)"
+        )
 
 
 def open_named(

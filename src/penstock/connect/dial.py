@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.source import parse_address
+from penstock.connect.addresses import check_address, resolved
 from penstock.errors import ConnectorError, ProtocolError, SinkGoneError
 
 STREAM = 1
@@ -45,7 +45,7 @@ class SinkWorker:
         attempt: Sequence[int],
         options: DialOptions = DialOptions(),
     ) -> None:
-        self._address = parse_address(address)
+        check_address(address)
         self._where = address
         self.worker = worker
         self._attempt = ".".join(map(str, attempt))
@@ -66,7 +66,7 @@ class SinkWorker:
 
     def _open(self) -> None:
         options = self._options
-        self._socket = socket.create_connection(self._address, options.timeout_s)
+        self._socket = socket.create_connection(resolved(self._where), options.timeout_s)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.settimeout(options.timeout_s)

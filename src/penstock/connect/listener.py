@@ -53,8 +53,7 @@ class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     routes: Sequence[tuple[str, str]]
-    host: str = "127.0.0.1"
-    port: int = 0
+    address: str = "127.0.0.1:0"
     cookie: str = ""
     policy: Policy = "oldest"
     credits: int = 32_768
@@ -82,7 +81,7 @@ class Listener:
         self.commits = ThreadPoolExecutor(COMMITS_MAX, "penstock-commit")
         self.numbers = itertools.count(1)
         self._server = Server(
-            options.host, options.port, options.connections_max,
+            options.address, options.connections_max,
             lambda peer, where: _Connection(self, peer, where), tell,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.connect import wire
+from penstock.connect.addresses import announced, listening_at
 from penstock.connect.effects import Close
 from penstock.errors import UsageError
 
@@ -28,13 +29,14 @@ class Server:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        address: str,
         connections_max: int,
         make: Callable[[socket.socket, str], Connection],
         tell: Callable[[str], None],
     ) -> None:
+        host, port, self._name = listening_at(address)
         self._where = (host, port)
+        self._announced = contextlib.ExitStack()
         self._most = connections_max
         self._make = make
         self._tell = tell
@@ -59,6 +61,7 @@ class Server:
             where = "{}:{}".format(*self._where)
             raise UsageError(f"cannot listen at {where}: {error.strerror}") from error
         self._socket.settimeout(TICK_S)
+        self._announced.enter_context(announced(self._name, self.address))
         self._thread.start()
         return self
 
@@ -69,6 +72,7 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.stopping.set()
+        self._announced.close()
         self._thread.join()
         with self._lock:
             there = list(self._connections.values())

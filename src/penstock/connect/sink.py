@@ -1,13 +1,13 @@
 """For authors of sinks: what is particular to a target, and the host around it.
 
     class Lines(Sink):
-        def open(self, committed, kept): ...  # everything behind `kept` is gone
+        def open(self, committed, kept): ...  # what was neither committed nor voted for is gone
         def append(self, messages): ...
         def flush(self): ...                  # durable, not yet visible
         def commit(self, start, end): ...     # visible; may be called again after a crash
         def abort(self, start): ...           # everything from `start` on is gone
 
-    with SinkHost(Lines, Path("lines"), SinkOptions(port=6068)) as host:
+    with SinkHost(Lines, Path("lines"), SinkOptions(address="127.0.0.1:6068")) as host:
         ...
 
 Protocol, transactions, points of reference and what goes wrong are the host's.
@@ -55,12 +55,12 @@ ATTEMPT = re.compile(r"attempt=([\d.]{1,100})\Z")
 class Sink(Protocol):
     """One worker's way into a target. Its methods are called by one thread at a time."""
 
-    def open(self, committed: int, kept: int) -> None:
+    def open(self, committed: int, kept: int | None) -> None:
         """Begin, or begin again.
 
         Bytes before `committed` are visible. Those from there up to `kept` were voted for and
-        stay, unless their abort was carried out and not yet saved. Whatever came behind is
-        discarded.
+        stay, unless their outcome was carried out and not yet saved; `None` if none were.
+        Whatever came behind is discarded.
         """
 
     def append(self, messages: Sequence[wire.Message]) -> None:
@@ -85,8 +85,7 @@ class Sink(Protocol):
 class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a sink listens. A connection that says nothing for `idle_timeout_s` is closed."""
 
-    host: str = "127.0.0.1"
-    port: int = 0
+    address: str = "127.0.0.1:0"
     cookie: str = ""
     credits: int = 32_768
     frame_bytes_max: int = wire.FRAME_BYTES_MAX
@@ -116,7 +115,7 @@ class SinkHost:
         self._latest: dict[str, tuple[int, ...]] = {}
         self._changed = threading.Condition()
         self._server = Server(
-            options.host, options.port, options.connections_max,
+            options.address, options.connections_max,
             lambda peer, where: _Worker(self, peer, where), tell,
         )  # fmt: skip
         self._exits = contextlib.ExitStack()
@@ -233,7 +232,8 @@ class _Worker(Connection):
         standing = self._host.transactions.standing(asked.worker)
         try:
             self._sink = self._host.make(asked.worker)
-            self._sink.open(standing.committed, standing.kept)
+            pending = standing.pending
+            self._sink.open(standing.committed, None if pending is None else pending.end)
         except Exception as error:
             return self._session.fail(f"the target cannot be used: {_told(error)}")
         self._host.tell(f"worker {asked.worker} ({self.where}) stands at {standing.committed}")

@@ -32,6 +32,7 @@ from typing import Final, NamedTuple, Self, TypeVar
 import msgspec
 
 from penstock.connect import wire
+from penstock.connect.addresses import check_address, resolved
 from penstock.connect.client import (
     ClientSession,
     Failed,
@@ -137,7 +138,8 @@ class SourceConnector:
         sources: Iterable[Source],
         options: ConnectorOptions = ConnectorOptions(),
     ) -> None:
-        self._address = parse_address(address)
+        check_address(address)
+        self._address = address
         self._sources: dict[str, Source] = {}
         self._options = options
         own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -257,7 +259,7 @@ class SourceConnector:
 
     def _connect(self) -> None:
         timeout_s = self._options.connect_timeout_s
-        with socket.create_connection(self._address, timeout_s) as peer:
+        with socket.create_connection(resolved(self._address), timeout_s) as peer:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             peer.settimeout(30.0)
@@ -343,7 +345,8 @@ class _Talk:
                 self._note_done(name)
             case Restarted(address=address):
                 if address:
-                    connector._address = parse_address(address)
+                    check_address(address)
+                    connector._address = address
                 self._is_over = True
             case Failed(reason=reason):
                 raise ConnectorError(f"the listener ended the connection: {reason}")
@@ -431,11 +434,3 @@ def called(name: str, function: Callable[..., T], *arguments: object) -> T:
         return function(*arguments)
     except Exception as error:
         raise ConnectorError(f"source {name} failed: {type(error).__name__}: {error}") from error
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """`host:port`; raises `UsageError` saying what is wrong."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"{text!r} is no address: write host:port, as in 127.0.0.1:6067")
-    return host.strip("[]"), int(port)

@@ -127,7 +127,7 @@ class TransactionLog:
         made.flush()
         os.fsync(made.fileno())
         fresh.replace(self._path)
-        _sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
         assert self._file is not None  # noqa: S101  within the block
         self._file.close()
         self._file, self._lines = made, len(self._standings)
@@ -137,7 +137,7 @@ def _line(worker: str, standing: Standing) -> bytes:
     return msgspec.json.encode(Line(worker, standing)) + b"\n"
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

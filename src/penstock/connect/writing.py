@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
+from penstock.connect.codecs import Encoder, encoded
 from penstock.connect.source import (
     END,
     ConnectorOptions,
@@ -26,22 +27,12 @@ from penstock.connect.source import (
 from penstock.errors import BufferFullError, ConnectorTimeoutError, UsageError
 from penstock.records.event import Key, key_bytes
 
-Encoder = Callable[[object], bytes]
 Yielded = tuple[Any, ...] | None
 """Data and number, and if they are known key and time; `None` if there is nothing now."""
 Generated = Callable[[int | None], Iterator[Yielded]]
 BUFFER_BYTES_MAX = 32 << 20
 ITEM_BYTES = 200
 """About what a waiting message takes beside its data."""
-
-
-def encoded(message: object) -> bytes:
-    """Bytes as they are, text as UTF-8."""
-    if isinstance(message, bytes):
-        return message
-    if isinstance(message, str):
-        return message.encode()
-    raise UsageError(f"a message is bytes or str, not {type(message).__name__}: give an encoder")
 
 
 class BufferedSource(Source):

@@ -17,10 +17,6 @@ from penstock.log.read import start_offset
 
 OnGone = Literal["fail", "earliest", "latest"]
 OnDamage = Literal["fail", "skip"]
-_NAMES = {
-    "log", "stream", "start", "end", "batch_rows", "batch_bytes", "split_rows", "on_gone",
-    "on_damage", "columns", "changes", "wait_ms", "producer", "path",
-}  # fmt: skip
 _OF_SPARK = ("checkpointlocation", "queryname")
 BATCH_ROWS = 4_194_304
 
@@ -54,20 +50,27 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
         return dict(self.log_options)
 
 
-def parse(options: Mapping[str, str]) -> SourceOptions:
-    """Raises `UsageError` for an option that is missing, unknown or wrong.
+def taken(
+    options: Mapping[str, str], format_: str, known: type[msgspec.Struct]
+) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """The options of a format, and apart from them those of the log: `log.event_bytes_max`.
 
-    Options that begin with `log.` are options of the log: `log.event_bytes_max`.
+    Raises `UsageError` for one that the format does not have.
     """
-    given = dict(options)
-    of_log = {k[4:]: given.pop(k) for k in list(given) if k.startswith("log.")}
-    for name in [name for name in given if name.lower() in _OF_SPARK]:
-        del given[name]
-    unknown = sorted(set(given) - _NAMES)
+    given = {k: v for k, v in options.items() if k.lower() not in _OF_SPARK}
+    of_log = sorted((k[4:], given.pop(k)) for k in list(given) if k.startswith("log."))
+    names = {*known.__struct_fields__} - {"log_options"}
+    unknown = sorted(set(given) - names - {"path"})
     if unknown:
         raise UsageError(
-            f"format('penstock') has no option {unknown[0]!r}; it has {', '.join(sorted(_NAMES))}"
+            f"format({format_!r}) has no option {unknown[0]!r}; it has {', '.join(sorted(names))}"
         )
+    return given, of_log
+
+
+def parse(options: Mapping[str, str]) -> SourceOptions:
+    """Raises `UsageError` for an option that is missing, unknown or wrong."""
+    given, of_log = taken(options, "penstock", SourceOptions)
     stream = given.pop("path", None) or given.get("stream")
     if not stream:
         raise UsageError("format('penstock') needs the option stream: .option('stream', 'orders')")
@@ -76,7 +79,7 @@ def parse(options: Mapping[str, str]) -> SourceOptions:
         values["columns"] = [name.strip() for name in given["columns"].split(",")]
     if "batch_bytes" in given:
         values["batch_bytes"] = parse_bytes(given["batch_bytes"])
-    values["log_options"] = sorted(of_log.items())
+    values["log_options"] = of_log
     try:
         made = msgspec.convert(values, SourceOptions, strict=False)
     except msgspec.ValidationError as error:

@@ -100,7 +100,7 @@ def bundle(app: App, target: Path) -> Path:
     """
     folders = {Path(d.location.file).resolve().parent for d in plan(app).definitions}
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for package in ("penstock", "pyspark_penstock"):
+        for package in ("penstock", "pyspark_penstock", "pyspark_penstock_sink"):
             root = Path(str(importlib.import_module(package).__file__)).parent
             for own in sorted(root.rglob("*")):
                 if own.is_file() and "__pycache__" not in own.parts:

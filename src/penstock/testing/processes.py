@@ -18,27 +18,17 @@ Victim = Literal["runner", "jvm", "worker"]
 VICTIMS: tuple[Victim, ...] = ("runner", "jvm", "worker")
 
 
-class RunnerProcess:
-    """`penstock run` in a process of its own, with everything that it starts.
-
-    With `quick`, Spark is told to compile less: it starts sooner, and is killed soon anyway.
-    """
+class SparkProcess:
+    """A program that uses Spark, in a process of its own, with everything that it starts."""
 
     def __init__(
         self,
-        app: Path,
-        log: Path | str,
+        command: Sequence[str],
         *,
-        arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         output: Path | None = None,
-        quick: bool = True,
     ) -> None:
-        less = ("--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1")
-        self._command = [
-            sys.executable, "-m", "penstock.cli", "run", str(app), "--log", str(log),
-            *(less if quick else ()), *arguments,
-        ]  # fmt: skip
+        self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,6 +96,29 @@ class RunnerProcess:
             _try_kill(pid)
         _try_kill(self.process.pid)
         self.process.wait(30)
+
+
+class RunnerProcess(SparkProcess):
+    """`penstock run`. With `quick`, Spark is told to compile less: it starts sooner, and is
+    killed soon anyway.
+    """
+
+    def __init__(
+        self,
+        app: Path,
+        log: Path | str,
+        *,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        output: Path | None = None,
+        quick: bool = True,
+    ) -> None:
+        less = ("--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1")
+        command = [
+            sys.executable, "-m", "penstock.cli", "run", str(app), "--log", str(log),
+            *(less if quick else ()), *arguments,
+        ]  # fmt: skip
+        super().__init__(command, environment=environment, output=output)
 
 
 def cpu_s(pid: int) -> float:

@@ -10,17 +10,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
+from penstock.connect.transactions import sync_folder
 from penstock.connect.wire import Message
 from penstock.errors import UsageError
 
-ENDS_KEPT = 10
+
+class End(msgspec.Struct, frozen=True):
+    """Where messages end: at which byte of them, and at which byte of the file."""
+
+    at: int = 0
+    place: int = 0
+
+
+class Ends(msgspec.Struct, frozen=True):
+    """Where those that are committed end, and behind them those that were voted for, if any."""
+
+    committed: End = End()
+    voted: End | None = None
 
 
 class FileSink:
-    """Appends messages to `folder/NAME.WORKER`, each followed by `separator`.
+    """Appends messages to `folder/WORKER.out`, each followed by `separator`.
 
     The protocol counts bytes of messages; the file has separators too. So a second file beside it
-    says where in the file each stretch ends.
+    says where in the file they end.
     """
 
     def __init__(self, folder: Path, worker: str, separator: bytes = b"\n") -> None:
@@ -31,11 +46,20 @@ class FileSink:
         self._file: IO[bytes] | None = None
         self._at = 0
 
-    def open(self, committed: int, kept: int) -> None:
+    def open(self, committed: int, kept: int | None) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.close()
         self._file = self.path.open("a+b")
-        self._cut(kept if kept in self._places() else committed)
+        saved = self._saved()
+        if saved.voted is not None and saved.voted.at == kept:
+            self._cut(saved)
+        elif saved.committed.at in (committed, kept):
+            self._cut(Ends(saved.committed))
+        else:
+            raise UsageError(
+                f"{self._ends} ends at byte {saved.committed.at}, and {committed} were committed: "
+                "it is not this sink's, or is older"
+            )
 
     def append(self, messages: Sequence[Message]) -> None:
         file = self._open_file()
@@ -46,49 +70,47 @@ class FileSink:
         file = self._open_file()
         file.flush()
         os.fsync(file.fileno())
-        with self._ends.open("a") as ends:
-            ends.write(f"{self._at} {file.tell()}\n")
-            ends.flush()
-            os.fsync(ends.fileno())
+        self._save(Ends(self._saved().committed, End(self._at, file.tell())))
 
     def commit(self, start: int, end: int) -> None:  # noqa: ARG002  the end says it all
         """It is in its place already, or was never here."""
-        if self._at < end:
-            raise UsageError(f"{self.path} ends at byte {self._at} of the messages, not at {end}")
+        saved = self._saved()
+        if saved.voted is not None and saved.voted.at == end:
+            self._save(Ends(saved.voted))
+        elif saved.committed.at != end:
+            raise UsageError(f"{self.path} does not hold the messages up to byte {end}")
 
-    def abort(self, start: int) -> None:
-        self._cut(start)
+    def abort(self, start: int) -> None:  # noqa: ARG002  what is committed says it
+        self._cut(Ends(self._saved().committed))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _cut(self, at: int) -> None:
-        """Forget everything behind the byte `at` of the messages."""
-        places = self._places()
-        place = places.get(at)
-        if place is None:
-            raise UsageError(f"{self._ends} does not say where byte {at} is: it is not this sink's")
+    def _cut(self, ends: Ends) -> None:
+        """Forget everything behind these."""
+        last = ends.voted or ends.committed
+        self._save(ends)
         file = self._open_file()
-        file.truncate(place)
-        file.seek(place)
+        file.truncate(last.place)
+        file.seek(last.place)
         os.fsync(file.fileno())
-        self._at = at
-        fresh = self._ends.with_suffix(".new")
-        with fresh.open("w") as ends:
-            # What is kept may yet be aborted, back to the end before it.
-            for end in sorted(end for end in places if end <= at)[-ENDS_KEPT:]:
-                ends.write(f"{end} {places[end]}\n")
-            ends.flush()
-            os.fsync(ends.fileno())
-        fresh.replace(self._ends)
+        self._at = last.at
 
-    def _places(self) -> dict[int, int]:
-        """Where in the file bytes of the messages are; a line that is not whole does not count."""
-        text = self._ends.read_text() if self._ends.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        return {0: 0} | {int(at): int(place) for at, place in map(str.split, lines)}
+    def _saved(self) -> Ends:
+        if not self._ends.exists():
+            return Ends()
+        return msgspec.json.decode(self._ends.read_bytes(), type=Ends)
+
+    def _save(self, ends: Ends) -> None:
+        fresh = self._ends.with_suffix(".new")
+        with fresh.open("wb") as file:
+            file.write(msgspec.json.encode(ends))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self._ends)
+        sync_folder(self._ends.parent)
 
     def _open_file(self) -> IO[bytes]:
         assert self._file is not None  # noqa: S101  open comes first

@@ -89,11 +89,11 @@ class PostgresSink:
         self._rows: list[Row] = []
         self._at = 0
 
-    def open(self, committed: int, kept: int) -> None:
+    def open(self, committed: int, kept: int | None) -> None:
         """Raises `ConnectorError` if the database has committed neither the one nor the other."""
         self.close()
         self._connection = connected(self._url, self._timeout_s)
-        self._rows, self._at = [], kept
+        self._rows, self._at = [], committed if kept is None else kept
         try:
             with within(self._connection, self._timeout_s), self._connection.transaction():
                 self._begin(self._connection, committed, kept)
@@ -101,7 +101,7 @@ class PostgresSink:
             self.close()
             raise
 
-    def _begin(self, connection: Connection, committed: int, kept: int) -> None:
+    def _begin(self, connection: Connection, committed: int, kept: int | None) -> None:
         connection.execute(TABLES)
         found = connection.execute(OPEN, (self._worker,)).fetchone()
         done, self._opened = found or (0, 0)
@@ -110,7 +110,7 @@ class PostgresSink:
                 f"the database has {done} bytes of worker {self._worker}, and {committed} were "
                 "committed: it is another one, or it has lost some"
             )
-        connection.execute(FORGET, (self._worker, kept + 1))
+        connection.execute(FORGET, (self._worker, 0 if kept is None else kept + 1))
 
     def append(self, messages: Sequence[Message]) -> None:
         self._rows += [self._row(message) for message in messages]

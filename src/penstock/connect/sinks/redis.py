@@ -53,12 +53,12 @@ class _RedisSink:
 
     # The protocol
 
-    def open(self, committed: int, kept: int) -> None:
+    def open(self, committed: int, kept: int | None) -> None:
         """Raises `ConnectorError` if this Redis has committed neither the one nor the other."""
         self.close()
         self._client = client_of(self._url, TIMEOUT_S)
         self._check(self._client)
-        self._rows, self._at = [], kept
+        self._rows, self._at = [], committed if kept is None else kept
         with self._client.pipeline() as together:
             watch(together, self._opened, self._waiting, self._committed)
             done, end = self._done(together), self._end(together)
@@ -69,7 +69,7 @@ class _RedisSink:
                 )
             together.multi()
             together.incr(self._opened)
-            if end is not None and end > kept:
+            if kept is None or (end is not None and end > kept):
                 self._forget(together, end)
             together.execute()
 

@@ -1,0 +1,129 @@
+"""Pushing batches into a sink, as whoever decides about them does it: what `app.sink` and
+`format("penstock.sink")` have in common.
+
+A batch is sent, each worker makes its share durable and votes. The decision is saved in the log
+before anyone hears it; then the workers are told. Whoever starts again asks every worker what it
+has not heard the outcome of: commit if the decision names the transaction, else abort.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.connect.dial import DialOptions, SinkWorker
+from penstock.errors import ConnectorError, SinkGoneError
+from penstock.log.batch import Batch
+from penstock.log.documents import documents_of
+from penstock.records.event import DELETED, partitions_of
+
+Row = tuple[bytes | None, int, bytes]
+Decided = Mapping[str, tuple[str, int]]
+"""The last transaction of each worker that was decided to be committed, and where it ends."""
+
+
+class Step(NamedTuple):
+    """When a worker is dialled: a later step takes over from an earlier one that still talks."""
+
+    epoch: int
+    batch: int
+    number: int
+
+
+STARTING, SENDING, TELLING = 0, 1, 2
+
+
+class SinkVote(NamedTuple):
+    """A sink's worker has made these bytes durable, and waits for the outcome."""
+
+    worker: str
+    transaction: str
+    start: int
+    end: int
+    rows: int
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A sink, and the workers that a query has there. Their number is fixed.
+
+    `way_out` says what to do when the sink is not the one that it was.
+    """
+
+    query: str
+    address: str
+    workers: int
+    options: DialOptions
+    way_out: str
+
+    def names(self) -> list[str]:
+        return [self.name(number) for number in range(self.workers)]
+
+    def name(self, worker: int) -> str:
+        return f"{self.query}-{worker}"
+
+    def dialled(self, worker: str, step: Step) -> SinkWorker:
+        """A connection that takes over from every older one of the worker."""
+        return SinkWorker(self.address, worker, (*step, time.time_ns()), self.options)
+
+    def push(self, worker: str, batches: Iterable[list[Row]], step: Step) -> SinkVote:
+        """Send a worker its share and ask for the vote. Raises `SinkGoneError` unless it is yes."""
+        with self.dialled(worker, step) as sink:
+            if sink.uncommitted:
+                raise SinkGoneError(
+                    f"worker {worker} has not heard the outcome of {sink.uncommitted[0]} yet"
+                )
+            count = 0
+            for rows in batches:
+                sink.send(rows)
+                count += len(rows)
+            transaction = f"{worker}/{step.epoch}.{step.batch}"
+            if not sink.vote(transaction, sink.committed):
+                raise SinkGoneError(f"worker {worker} votes against batch {step.batch}")
+            return SinkVote(worker, transaction, sink.committed, sink.sent, count)
+
+    def tell(self, vote: SinkVote, step: Step) -> None:
+        """The decision is saved: make it visible."""
+        with self.dialled(vote.worker, step) as sink:
+            sink.resolve(vote.transaction, True)
+
+    def resolve_open(self, worker: str, decided: Decided, step: Step) -> None:
+        """Tell a worker every outcome that it waits for.
+
+        Raises `ConnectorError` if it then has not what was decided.
+        """
+        transaction, end = decided.get(worker, ("", None))
+        with self.dialled(worker, step) as sink:
+            committed, is_open = sink.committed, bool(sink.uncommitted)
+            for open_one in sink.uncommitted:
+                sink.resolve(open_one, open_one == transaction)
+        if is_open:  # ask again what it has now
+            with self.dialled(worker, step) as sink:
+                committed = sink.committed
+        if end is not None and committed != end:
+            raise ConnectorError(
+                f"the sink at {self.address} has {committed} bytes of worker {worker}, and {end} "
+                f"were committed: it is another one, or has lost some; {self.way_out}"
+            )
+
+
+def rows_of(batch: Batch, slot: int = 0, slots: int = 1) -> Iterator[Row]:
+    """Key, time and data of each event that is the slot's: JSON, or bytes as they are."""
+    whole = batch.to_arrow([*batch.data().schema.names, DELETED, "_key", "_time"])
+    if slots > 1:
+        homes = partitions_of(whole.column("_key"), slots, 0)
+        whole = whole.filter(pc.equal(homes, slot))
+    # An entry that was deleted has no data.
+    documents = documents_of(batch.stream, whole).fill_null(b"")
+    times = whole.column("_time").cast(pa.int64())
+    columns: Iterable[Row] = zip(
+        whole.column("_key").to_pylist(),
+        pc.multiply(times, 1000).to_pylist(),
+        documents.to_pylist(),
+        strict=True,
+    )
+    yield from columns

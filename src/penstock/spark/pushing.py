@@ -1,0 +1,221 @@
+"""`format("penstock.sink")`: any DataFrame into a sink connector, each row once.
+
+    (orders.writeStream.format("penstock.sink")
+        .option("log", "shop.db").option("address", "127.0.0.1:6068")
+        .option("producer", "large-orders").option("key", "user")
+        .option("checkpointLocation", …).start())
+
+Rows go by their key to one of a fixed number of workers, whatever Spark's tasks are. So tasks
+write to a stream that has a partition for each worker; a batch is frozen there, by the first of
+its attempts that comes so far, and delivered from there by the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.datasource import DataSource, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from penstock.connect.addresses import check_address
+from penstock.connect.delivery import Delivery
+from penstock.connect.dial import DialOptions
+from penstock.connect.push import Target
+from penstock.errors import ObjectExistsError, UsageError
+from penstock.log.api import Log
+from penstock.log.names import parse_stream
+from penstock.log.objects import CreateStream, declare
+from penstock.log.quantities import parse_duration_ms
+from penstock.records.arrow import conform
+from penstock.records.documents import to_documents
+from penstock.records.event import DATA, DELETED, key_column
+from penstock.records.schema import Schema
+from penstock.spark.columns import record_of
+from penstock.spark.options import SourceOptions, taken
+from penstock.spark.sink import BatchWriter, StreamWriter
+from penstock.spark.worker import quiet_log
+
+FORMAT = "penstock.sink"
+WORKERS_MAX = 256
+
+
+class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a write into a sink.
+
+    `key` names the column that decides the worker; without it the column `_key` does, if there is
+    one. `stream` is where rows wait for their delivery; nothing waits longer than `retention`.
+    """
+
+    log: str = "penstock.db"
+    address: str
+    producer: str
+    workers: int = 1
+    key: str | None = None
+    stream: str = ""
+    cookie: str = ""
+    timeout: str = "60 seconds"
+    retention: str = "7 days"
+    log_options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def target(self) -> Target:
+        options = DialOptions(cookie=self.cookie, timeout_s=parse_duration_ms(self.timeout) / 1000)
+        way_out = "give the sink back what it had, or write under another producer name"
+        return Target(self.producer, self.address, self.workers, options, way_out)
+
+    @property
+    def for_writer(self) -> SourceOptions:
+        return SourceOptions(
+            log=self.log, stream=self.stream, producer=self.producer, log_options=self.log_options
+        )
+
+    def opened(self) -> Log:
+        return quiet_log(self.log, dict(self.log_options))
+
+
+def parse(options: Mapping[str, str]) -> SinkOptions:
+    """Raises `UsageError` for an option that is missing, unknown or wrong."""
+    given, of_log = taken(options, FORMAT, SinkOptions)
+    if "path" in given:  # what save and start are called with
+        given["address"] = given.pop("path")
+    for name in ("address", "producer"):
+        if not given.get(name):
+            raise UsageError(f"format({FORMAT!r}) needs the option {name}")
+    given.setdefault("stream", f"{given['producer']}_sink")
+    try:
+        made = msgspec.convert({**given, "log_options": of_log}, SinkOptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"an option of format({FORMAT!r}) is wrong: {error}") from None
+    if not 1 <= made.workers <= WORKERS_MAX:
+        raise UsageError(f"the option workers is {made.workers}; it is 1 to {WORKERS_MAX}")
+    check_address(made.address)
+    parse_stream(made.stream)
+    parse_duration_ms(made.timeout)
+    return made
+
+
+class SinkSource(DataSource):
+    """Made by Spark, in a process of its own, for each write."""
+
+    @classmethod
+    def name(cls) -> str:
+        return FORMAT
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(options)
+        self._options = parse({k: str(v) for k, v in options.items()})
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchPusher:
+        check_appends(overwrite)
+        return BatchPusher(self._options, schema)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamPusher:
+        check_appends(overwrite)
+        return StreamPusher(self._options, schema)
+
+
+def check_appends(overwrite: bool) -> None:
+    if overwrite:
+        raise UsageError("a sink is only ever appended to: use mode append, or update")
+
+
+class StreamPusher(StreamWriter):
+    """Each micro-batch is frozen in the stream, then delivered."""
+
+    def __init__(self, options: SinkOptions, schema: StructType) -> None:
+        super().__init__(options.for_writer)
+        self._target = options
+        self._messages = Messages(options, schema)
+
+    def __getstate__(self) -> dict[str, object]:
+        ensure_stream(self._target)
+        return super().__getstate__()
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        return super().write(map(self._messages.of, iterator))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        super().commit(messages, batchId)
+        options = self._target
+        with options.opened() as log:
+            Delivery(log, options.target, options.stream, "stream").deliver()
+
+
+class BatchPusher(BatchWriter):
+    """Everything becomes visible at once, or nothing: what was not decided never will be."""
+
+    def __init__(self, options: SinkOptions, schema: StructType) -> None:
+        self._target = options
+        self._messages = Messages(options, schema)
+        ensure_stream(options)
+        super().__init__(options.for_writer)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        return super().write(map(self._messages.of, iterator))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        options = self._target
+        with options.opened() as log:
+            delivery = Delivery(log, options.target, options.stream, "batch")
+            delivery.skip()
+            super().commit(messages)
+            delivery.deliver()
+
+
+class Messages:
+    """What rows are for a sink: a key, a time, and a JSON document of the other columns."""
+
+    def __init__(self, options: SinkOptions, schema: StructType) -> None:
+        names = schema.fieldNames()
+        if options.key is not None and options.key not in names:
+            raise UsageError(
+                f"there is no column {options.key!r} for the key; there are {', '.join(names)}"
+            )
+        self._key = options.key or ("_key" if "_key" in names else None)
+        self._has_time = "_time" in names
+        data = StructType([field for field in schema if not field.name.startswith("_")])
+        if not data:
+            raise UsageError("the rows have no column of data")
+        is_raw = data.fieldNames() == [DATA] and data[0].dataType.typeName() in ("binary", "string")
+        self._record: Schema | None = None if is_raw else record_of("Row", data)
+
+    def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The columns to store. A column `data` alone, of text or bytes, is sent as it is."""
+        if self._record is None:
+            documents = batch.column(DATA).cast(pa.binary())
+        else:
+            names = [field.name for field in self._record.fields]
+            documents = to_documents(conform(batch.select(names), self._record), self._record)
+        if DELETED in batch.schema.names:
+            gone = batch.column(DELETED).fill_null(False)
+            documents = pc.if_else(gone, pa.scalar(b"", pa.binary()), documents)
+        columns = {DATA: documents}
+        if self._key is not None:
+            columns["_key"] = key_column(batch.column(self._key))
+        if self._has_time:
+            columns["_time"] = batch.column("_time")
+        return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def ensure_stream(options: SinkOptions) -> None:
+    """Make the stream in which rows wait, or see that it is this sink's."""
+    with options.opened() as log:
+        spec = declare(
+            options.stream, content="bytes", partitions=options.workers,
+            retention_ms=parse_duration_ms(options.retention),
+        )  # fmt: skip
+        if options.stream not in {str(stream.name) for stream in log.streams()}:
+            with contextlib.suppress(ObjectExistsError):  # another run made it just now
+                log.apply([CreateStream(spec)])
+        found = log.stream(options.stream)
+        if (found.partitions, found.spec.content) != (spec.partitions, spec.content):
+            raise UsageError(
+                f"the stream {options.stream} has {found.partitions} partitions of "
+                f"{found.spec.content}, and rows for {options.workers} workers wait in as many of "
+                "bytes: their number is fixed when the query is created; write under another "
+                "producer name, or give another stream"
+            )

@@ -1,0 +1,226 @@
+"""Sinks that a program reads: order, timeouts, kills, limits; and ports found by name."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.connect.addresses import ENVIRONMENT, announced, check_address, resolved
+from penstock.connect.codecs import decoder, encoder
+from penstock.connect.dial import DialOptions, SinkWorker
+from penstock.connect.reading import SinkClient
+from penstock.connect.sink import SinkOptions
+from penstock.errors import (
+    ClosedError,
+    ConnectorTimeoutError,
+    RecordError,
+    SinkGoneError,
+    UsageError,
+)
+from penstock.testing.processes import wait_until
+
+
+@pytest.fixture(autouse=True)
+def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "ports"
+    monkeypatch.setenv(ENVIRONMENT, str(folder))
+    return folder
+
+
+class Pusher:
+    """Pushes batches as an app does, and tries again until each is through."""
+
+    def __init__(self, address: str, worker: str = "w") -> None:
+        self._address = address
+        self._worker = worker
+        self._attempt = 0
+        self.decided = ""
+
+    def push(self, *texts: str, commit: bool = True) -> None:
+        self._attempt += 1
+        with self._dialled() as worker:
+            worker.send([(b"k", 7, text.encode()) for text in texts])
+            name = f"t{self._attempt}"
+            if not worker.vote(name, worker.committed):
+                raise SinkGoneError("it votes against")
+            self.decided = name if commit else ""
+            worker.resolve(name, commit)
+
+    def push_surely(self, *texts: str) -> None:
+        """As often as it takes; what was decided is told, and not sent again."""
+        self.decided = ""
+
+        def is_through() -> bool:
+            try:
+                if self.resolve():
+                    return True
+                self.push(*texts)
+            except SinkGoneError:
+                return False
+            return True
+
+        wait_until(is_through, 60, "a batch")
+
+    def resolve(self) -> bool:
+        """Tell the worker what it has not heard; whether that was the batch that is pushed now."""
+        self._attempt += 1
+        with self._dialled() as worker:
+            for name in worker.uncommitted:
+                worker.resolve(name, name == self.decided)
+        return bool(self.decided)
+
+    def _dialled(self) -> SinkWorker:
+        return SinkWorker(
+            self._address, self._worker, (self._attempt,), DialOptions(timeout_s=10.0)
+        )
+
+
+@decoder
+def number(data: bytes) -> int:
+    return int(data)
+
+
+@pytest.mark.row("W7", engine="any")
+def test_messages_are_read_once_they_are_committed(tmp_path: Path) -> None:
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        pusher, other = Pusher("auto:numbers"), Pusher("auto:numbers", "other")
+        pusher.push("1", "2")
+        pusher.push("8", "9", commit=False)
+        other.push("10")
+        pusher.push("3")
+        assert [sink.read(timeout=5) for _ in range(3)] == [1, 2, 10]
+        assert sink.last is not None
+        assert (sink.last.worker, sink.last.key, sink.last.time_ns) == ("other", b"k", 7)
+        assert sink.read() == 3
+        with pytest.raises(ConnectorTimeoutError, match=r"nothing came within 0.05 s"):
+            sink.read(timeout=0.05)
+        pusher.push("4")
+        assert sink.read(timeout=0) == 4
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        with pytest.raises(ConnectorTimeoutError):
+            sink.read(timeout=0)
+
+
+@pytest.mark.row("W7", engine="any")
+def test_a_read_that_waits_ends_when_it_is_closed(tmp_path: Path) -> None:
+    """And one that waits without limit, and many of them."""
+    seen: list[str] = []
+
+    def read() -> None:
+        try:
+            sink.read()
+        except ClosedError as error:
+            seen.append(str(error))
+
+    with SinkClient[bytes]("127.0.0.1:0", tmp_path) as sink:
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        sink.close()
+        for reader in readers:
+            reader.join(10)
+    assert len(seen) == 3
+    with pytest.raises(ClosedError):
+        sink.read()
+    assert list(sink) == []
+
+
+def test_a_message_that_failed_comes_again(tmp_path: Path) -> None:
+    """The block was left by an error: the last message was not handled."""
+    with pytest.raises(ZeroDivisionError):
+        with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+            Pusher("auto:numbers").push("1", "2")
+            assert sink.read() == 1
+            assert sink.read() == 2
+            raise ZeroDivisionError
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        assert sink.read(timeout=5) == 2
+
+
+def test_a_decoder_that_fails(tmp_path: Path) -> None:
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        Pusher("auto:numbers").push("one", "2")
+        with pytest.raises(RecordError, match=r"the decoder number cannot read b'one': ValueError"):
+            sink.read(timeout=5)
+        assert sink.read(timeout=5) == 2
+
+
+def test_codecs_say_what_is_wrong() -> None:
+    @encoder
+    def wrong(message: object) -> bytes:
+        return message  # type: ignore[return-value]
+
+    assert wrong("é") == "é".encode()
+    with pytest.raises(UsageError, match="the encoder wrong gave int, not bytes or str"):
+        wrong(1)
+
+
+def test_what_nobody_reads_is_bounded(tmp_path: Path) -> None:
+    told: list[str] = []
+    with SinkClient[bytes]("auto:full", tmp_path, spool_bytes_max=1000, tell=told.append) as sink:
+        pusher = Pusher("auto:full")
+        pusher.push("x" * 900)
+        pusher.push("y" * 900)
+        with pytest.raises(SinkGoneError):
+            pusher.push("z")
+        assert any("1,800 bytes wait to be read, and 1,000 may" in line for line in told)
+        sink.read()
+        sink.read()
+        with pytest.raises(ConnectorTimeoutError):
+            sink.read(timeout=0)
+        pusher.push("z")
+        assert sink.read(timeout=5) == b"z"
+
+
+@pytest.mark.row("W7", engine="any")
+def test_a_program_that_is_killed_goes_on_where_it_was(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
+    chance = random.Random(seed)
+    command = [sys.executable, "-m", "tests.connect.reading_lines", str(tmp_path), "lines"]
+    output = tmp_path / "read.txt"
+    pusher = Pusher("auto:lines")
+    program = subprocess.Popen(command)
+    count, kills = 0, 5
+    try:
+        for _ in range(kills):
+            for _ in range(chance.randrange(3, 30)):
+                pusher.push_surely(*(str(n) for n in range(count, count + 100)))
+                count += 100
+            program.kill()
+            program.wait()
+            program = subprocess.Popen(command)
+        last = str(count - 1)
+        wait_until(lambda: output.exists() and output.read_text().endswith(f" {last}\n"), 60, last)
+    finally:
+        program.kill()
+        program.wait()
+    lines = [line.split() for line in output.read_text().splitlines()]
+    by_id = dict(lines)
+    assert [int(text) for text in by_id.values()] == list(range(count)), "all of them, in order"
+    assert len(lines) - len(by_id) <= kills, "only the last one before a kill comes again"
+
+
+def test_addresses(ports: Path) -> None:
+    check_address("127.0.0.1:1")
+    check_address("auto:words")
+    for wrong in ("nowhere", "h:0", "h:99999", "auto:", "auto:../x", "auto:a b"):
+        with pytest.raises(UsageError):
+            check_address(wrong)
+    with pytest.raises(OSError, match="nobody listens as words"):
+        resolved("auto:words")
+    with announced("words", ("127.0.0.1", 4)):
+        assert resolved("auto:words") == ("127.0.0.1", 4)
+        with announced("words", ("127.0.0.1", 5)):
+            assert resolved("auto:words") == ("127.0.0.1", 5)
+        assert not list(ports.iterdir()), "the one who came last has taken its note away"
+    assert resolved("[::1]:80") == ("::1", 80)
+    assert SinkOptions().address == "127.0.0.1:0"
