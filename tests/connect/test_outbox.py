@@ -29,23 +29,12 @@ from penstock.errors import (
 )
 from penstock.failpoints import CONNECTOR_NAMES, ENVIRONMENT
 from penstock.testing.processes import wait_until
-from penstock.testing.servers import PostgresServer, ServerError
+from penstock.testing.servers import PostgresServer
 
 
 class Payment(Record):
     user: str
     amount: int
-
-
-@pytest.fixture(scope="module")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
-    try:
-        with PostgresServer(tmp_path_factory.mktemp("postgres")) as server:
-            yield server
-    except ServerError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"NO POSTGRESQL, THE OUTBOX IS TESTED WITH SQLITE ALONE: {error}")
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -23,7 +23,7 @@ from penstock.connect.sources.postgres import PostgresListenSource
 from penstock.connect.wire import Message
 from penstock.errors import ConnectorError, UsageError
 from penstock.testing.processes import wait_until
-from penstock.testing.servers import PostgresServer, ServerError
+from penstock.testing.servers import PostgresServer
 from tests.connect.hosting import Make, hosted, refused, running, texts
 
 pytestmark = pytest.mark.row("W9", engine="any")
@@ -39,21 +39,10 @@ SCHEMA = """
 """
 
 
-@pytest.fixture(scope="module")
-def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
-    try:
-        with PostgresServer(tmp_path_factory.mktemp("postgres")) as found:
-            yield found
-    except ServerError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"NO POSTGRESQL, NOTHING OF IT IS TESTED: {error}")
-
-
 @pytest.fixture
-def server(running_server: PostgresServer) -> PostgresServer:
-    do(running_server, SCHEMA)
-    return running_server
+def server(postgres: PostgresServer) -> PostgresServer:
+    do(postgres, SCHEMA)
+    return postgres
 
 
 def do(server: PostgresServer, *statements: str) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,28 +26,17 @@ from penstock.connect.sources.redis import (
 from penstock.connect.wire import Message
 from penstock.errors import ConnectorError, UsageError
 from penstock.testing.processes import wait_until
-from penstock.testing.servers import RedisServer, ServerError
+from penstock.testing.servers import RedisServer
 from tests.connect.hosting import Make, hosted, refused, running, stored, texts
 
 pytestmark = pytest.mark.row("W9", engine="any")
 
 
-@pytest.fixture(scope="module")
-def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    try:
-        with RedisServer(tmp_path_factory.mktemp("redis")) as found:
-            yield found
-    except ServerError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"NO REDIS, NOTHING OF IT IS TESTED: {error}")
-
-
 @pytest.fixture
-def server(running_server: RedisServer) -> RedisServer:
-    with redis.Redis.from_url(running_server.url) as client:
+def server(redis_server: RedisServer) -> RedisServer:
+    with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
-    return running_server
+    return redis_server
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from penstock.app.app import App
 from penstock.app.context import Context, TableView
 from penstock.app.definitions import DeadLetter
+from penstock.app.descriptions import SinkDescription, SourceDescription
 from penstock.app.entry import Entry, WindowedEntry
 from penstock.app.feeds import Channel
 from penstock.app.streams import AppStream, Emit
@@ -18,6 +19,8 @@ __all__ = [
     "DeadLetter",
     "Emit",
     "Entry",
+    "SinkDescription",
+    "SourceDescription",
     "TableView",
     "WindowedEntry",
     "hopping",

@@ -24,6 +24,7 @@ from penstock.app.definitions import (
     Definition,
     Derivation,
     Feed,
+    Listening,
     Place,
     Sinking,
 )
@@ -32,7 +33,8 @@ from penstock.app.signature import read_signature
 from penstock.app.streams import AppStream, How, OnError
 from penstock.app.tables import AppTable, KeyType, RelativeTo, value_schema
 from penstock.app.windows import Duration, Windows
-from penstock.connect.addresses import check_address
+from penstock.connect.addresses import check_address, is_closed
+from penstock.connect.registry import Policy
 from penstock.errors import AppError
 from penstock.log.names import check_name, parse_stream
 from penstock.log.objects import StreamSpec
@@ -160,6 +162,36 @@ class App:
         self.define(
             Feed(name=name or f"{to.name}_feed", inputs=(), outputs=(to,), location=where,
                  source=source)
+        )  # fmt: skip
+        return to
+
+    def listen(
+        self,
+        to: AppStream[T],
+        address: str,
+        *,
+        name: str | None = None,
+        names: Sequence[str] = (),
+        cookie: str = "",
+        policy: Policy = "oldest",
+    ) -> AppStream[T]:
+        """Fill a stream from source connectors, which come to `host:port`, or `auto:NAME`.
+
+        Those whose streams are called like this one are taken, with partitions or without; or
+        those that fit a pattern in `names`. Elsewhere than on loopback a cookie is needed.
+        """
+        where = caller()
+        called = name or f"{to.name}_listener"
+        self.check_input(where, called, to)
+        check_place(where, address, check_address)
+        one_of(where, f"listener {called}: policy", policy, Policy)
+        if not is_closed(address, cookie):
+            raise AppError(f"{where}: anybody who reaches {address} could write: set a cookie")
+        self.define(
+            Listening(
+                name=called, inputs=(), outputs=(to,), location=where, address=address,
+                names=tuple(names) or (to.name, f"{to.name}.*"), cookie=cookie, policy=policy,
+            )
         )  # fmt: skip
         return to
 

@@ -10,6 +10,7 @@ from penstock.app.location import Location
 from penstock.app.streams import AppStream, How, OnError
 from penstock.app.tables import AppTable
 from penstock.app.windows import Windows
+from penstock.connect.registry import Policy
 from penstock.records.schema import Record
 
 if TYPE_CHECKING:
@@ -124,6 +125,16 @@ class Sinking(Definition):
     workers: int
     cookie: str = field(repr=False)
     timeout_s: float
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class Listening(Definition):
+    """A stream that source connectors feed; `names` are patterns of theirs."""
+
+    address: str
+    names: tuple[str, ...]
+    cookie: str = field(repr=False)
+    policy: Policy
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)

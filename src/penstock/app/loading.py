@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -13,13 +14,19 @@ from penstock.app.task import user_traceback
 from penstock.errors import AppError, UnknownObjectError
 
 
-def load_app(target: str) -> App:
+def load_app(target: str, arguments: Sequence[str] = ()) -> App:
     """Import the module that `target` names, and give the app in it.
 
-    Its folder is put on the path, so that it finds its neighbours as it would as a script.
+    Its folder is put on the path, so that it finds its neighbours as it would as a script;
+    `arguments` are what it finds in `sys.argv` meanwhile.
     """
     name, _, attribute = target.partition(":")
-    module = _imported(name)
+    before = sys.argv
+    sys.argv = [name, *arguments]
+    try:
+        module = _imported(name)
+    finally:
+        sys.argv = before
     if attribute:
         found = getattr(module, attribute, None)
         if not isinstance(found, App):

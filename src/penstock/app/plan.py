@@ -12,6 +12,7 @@ from penstock.app.definitions import (
     Definition,
     Derivation,
     Feed,
+    Listening,
     Place,
     Sinking,
     StreamJoin,
@@ -67,7 +68,7 @@ def kind_of(definition: Definition) -> str:
     """How a definition runs: in Python tasks, as DataFrames, or in this process."""
     if isinstance(definition, Derivation | StreamJoin):
         return "frames"
-    return "feed" if isinstance(definition, Feed) else "tasks"
+    return "here" if isinstance(definition, Feed | Listening) else "tasks"
 
 
 def can_share(one: Definition, other: Definition) -> bool:

@@ -20,6 +20,7 @@ from penstock.app.definitions import (
     DeadLetters,
     Definition,
     Feed,
+    Listening,
     Lookup,
     Place,
     Rekey,
@@ -29,6 +30,7 @@ from penstock.app.definitions import (
 )
 from penstock.app.feeds import FeedQuery
 from penstock.app.joins import LookupWork, RekeyWork, TableJoinWork
+from penstock.app.listening import ListenQuery
 from penstock.app.plan import Plan, can_share, kind_of
 from penstock.app.positions import Position, producer_name, query_name
 from penstock.app.query import Clock, Executor, Query, QueryLimits, Step
@@ -344,9 +346,10 @@ def build(
         match kind_of(definition):
             case "frames":
                 queries.append(backend.frames(log, plan.app.name, definition))
-            case "feed":
-                assert isinstance(definition, Feed)  # noqa: S101  what the kind means
+            case "here" if isinstance(definition, Feed):
                 queries.append(FeedQuery(log, plan.app.name, definition))
+            case "here" if isinstance(definition, Listening):
+                queries.append(ListenQuery(log, definition))
     tasks = [definition for definition in plan.definitions if kind_of(definition) == "tasks"]
     for group in claimed_groups(log, plan.app.name, tasks):
         works = [work_of(plan.app.name, definition) for definition in group]

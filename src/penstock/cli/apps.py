@@ -51,7 +51,12 @@ CheckpointsOption = Annotated[
 
 def register(app: typer.Typer) -> None:
     app.command(
-        "run", epilog=examples("penstock run shop.py", "penstock run shop.py --until-idle")
+        "run",
+        epilog=examples(
+            "penstock run shop.py",
+            "penstock run shop.py --until-idle",
+            "penstock run words.py -- --texts 127.0.0.1:7000",
+        ),
     )(run)
     app.command(
         "reset",
@@ -69,6 +74,12 @@ def register(app: typer.Typer) -> None:
 def run(  # noqa: PLR0913  a parameter for each option
     context: typer.Context,
     app: AppArgument,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- ARGUMENT…]", help="For the app itself, in sys.argv.", show_default=False
+        ),
+    ] = None,
     master: Annotated[
         str, typer.Option("--master", metavar="URL", help="Spark's master, as Spark names it.")
     ] = "local[*]",
@@ -96,7 +107,7 @@ def run(  # noqa: PLR0913  a parameter for each option
     Streams and tables that the app declares are made. Ctrl-C (or SIGTERM) lets every query
     finish its batch. Exits with 1 if a query was given up.
     """
-    loaded = load_app(app)
+    loaded = load_app(app, arguments or [])
     plan(loaded).only(only or [])
     conf = dict(_setting(item) for item in settings or [])
     stop = threading.Event()

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 import typer
 
-from penstock.connect.addresses import listening_at
+from penstock.connect.addresses import is_closed
 from penstock.errors import LogFormatError, UsageError
 from penstock.log import OptionValue, is_path, log_path, open_log
 from penstock.log.api import Limits, Log
@@ -76,10 +76,9 @@ def examples(*commands: str) -> str:
 
 def check_closed(address: str, cookie: str) -> None:
     """Refuse to listen where anybody could come in."""
-    host, _, _ = listening_at(address)
-    if host not in ("127.0.0.1", "::1", "localhost") and not cookie:
+    if not is_closed(address, cookie):
         raise UsageError(
-            f"anybody who reaches {host} could write: set a cookie (--cookie, PENSTOCK_COOKIE)"
+            f"anybody who reaches {address} could write: set a cookie (--cookie, PENSTOCK_COOKIE)"
         )
 
 

@@ -51,6 +51,11 @@ def listening_at(address: str) -> tuple[str, int, str]:
     return *_parsed(address, least=0), ""
 
 
+def is_closed(address: str, cookie: str) -> bool:
+    """Whether only those who may can come in there: on loopback, or with a cookie."""
+    return bool(cookie) or listening_at(address)[0] in (LOOPBACK, "::1", "localhost")
+
+
 @contextlib.contextmanager
 def announced(name: str, address: tuple[str, int]) -> Iterator[None]:
     """Have `auto:NAME` lead here while the block lasts; without a name, nothing."""

@@ -215,7 +215,7 @@ class RedisPublishSink(_RedisSink):
 
 
 def watch(together: Pipeline, *keys: str) -> None:
-    together.watch(*keys)  # type: ignore[no-untyped-call]  # redis gives it no types
+    together.watch(*keys)
 
 
 def fields_of(payload: bytes) -> dict[str, bytes]:

@@ -1,0 +1,25 @@
+"""The streams that this app shares with programs beside it: what both halves agree about."""
+
+from __future__ import annotations
+
+import penstock
+from penstock import SinkDescription, SourceDescription
+
+
+class Text(penstock.Record):
+    text: str
+
+
+class Count(penstock.Record):
+    word: str
+    count: int
+
+
+class Texts(SourceDescription[Text]):
+    name = "texts"
+    record = Text
+
+
+class Counts(SinkDescription[Count]):
+    name = "counts"
+    record = Count

@@ -1,0 +1,23 @@
+"""Writes the app's counts to a topic of Kafka.
+
+python examples/words/kafka_producer.py localhost:9092 counts
+"""
+
+from __future__ import annotations
+
+import sys
+
+from confluent_kafka import Producer
+from descriptions import Counts
+
+
+def main(servers: str, topic: str) -> None:
+    producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True})
+    with Counts.from_arguments().in_script() as counts:
+        for count in counts:
+            producer.produce(topic, str(count.count), key=count.word)
+            producer.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

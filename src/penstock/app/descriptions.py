@@ -1,0 +1,120 @@
+"""Stream descriptions: one class that gives both halves of a stream, the app's and the script's.
+
+    class Texts(SourceDescription[Line]):
+        name = "texts"
+        record = Line
+
+    lines = Texts.from_arguments().in_app(app)      # in the app: an ordinary stream
+
+    with Texts.from_arguments().in_script() as out:  # in a program beside it
+        out.write(Line("to be"))
+
+Both read the same arguments: `--texts HOST:PORT`, or nothing, where both run on one machine and
+find each other by the stream's name. Messages are the record's, as JSON; or override `encode` and
+`decode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
+
+import msgspec
+
+from penstock.app.app import App
+from penstock.app.streams import AppStream
+from penstock.connect.addresses import check_address
+from penstock.connect.codecs import decoder, encoded
+from penstock.connect.reading import SinkClient
+from penstock.connect.sink import SinkOptions
+from penstock.connect.source import ConnectorOptions
+from penstock.connect.writing import SourceClient
+from penstock.records.schema import Record
+
+T = TypeVar("T")
+
+
+class StreamDescription(Generic[T]):
+    """What both halves must agree about. `settings` are those of `app.stream`."""
+
+    name: ClassVar[str]
+    record: ClassVar[type[Record] | None] = None
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, address: str = "", *, cookie: str = "") -> None:
+        self.address = address or f"auto:{self.name}"
+        self.cookie = cookie
+        check_address(self.address)
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Add this description's arguments to a program's own."""
+        parser.add_argument(
+            f"--{cls.name}", metavar="HOST:PORT", default="", dest=f"{cls.name}_address",
+            help=f"where the two halves of {cls.name} meet (default: a free port, found by name)",
+        )  # fmt: skip
+        parser.add_argument(
+            f"--{cls.name}-cookie", metavar="TEXT", default="", dest=f"{cls.name}_cookie",
+            help="what the half that dials must know",
+        )  # fmt: skip
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str] | None = None) -> Self:
+        """As the command line says; what is not for this description is left to others."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        cls.add_arguments(parser)
+        found, _ = parser.parse_known_args(arguments)
+        return cls(
+            getattr(found, f"{cls.name}_address"), cookie=getattr(found, f"{cls.name}_cookie")
+        )
+
+    def encode(self, message: T) -> bytes:
+        """The bytes of a message: a record as JSON, bytes and text as they are."""
+        return msgspec.json.encode(message) if self.record is not None else encoded(message)
+
+    def decode(self, data: bytes) -> T:
+        """The message that these bytes are."""
+        if self.record is None:
+            return cast(T, data)
+        return cast(T, msgspec.json.decode(data, type=self.record))
+
+
+class SourceDescription(StreamDescription[T]):
+    """A stream that a program feeds. The app listens."""
+
+    def in_app(self, app: App) -> AppStream[T]:
+        """The app's half: the stream, and a listener that runs with the app."""
+        stream = (
+            app.stream(self.name, self.record, **self.settings)
+            if self.record is not None
+            else app.stream(self.name, **{"content": "bytes", **self.settings})
+        )
+        app.listen(stream, self.address, cookie=self.cookie)
+        return cast("AppStream[T]", stream)
+
+    def in_script(self, options: ConnectorOptions = ConnectorOptions()) -> SourceClient:
+        """The program's half, which writes."""
+        options = msgspec.structs.replace(options, cookie=self.cookie)
+        return SourceClient(self.address, self.name, encoder=self.encode, options=options)
+
+
+class SinkDescription(StreamDescription[T]):
+    """A stream that a program drains. The program listens."""
+
+    def in_app(self, app: App, stream: AppStream[T], workers: int = 1) -> None:
+        """The app's half: pushes the stream's events, each once."""
+        app.sink(
+            cast("AppStream[object]", stream), self.address, name=self.name, workers=workers,
+            cookie=self.cookie,
+        )  # fmt: skip
+
+    def in_script(
+        self, folder: Path | None = None, options: SinkOptions = SinkOptions()
+    ) -> SinkClient[T]:
+        """The program's half, which reads; what it has not read yet is kept in `folder`."""
+        return SinkClient(
+            self.address, folder or Path(f"{self.name}.sink"), decoder=decoder(self.decode),
+            options=msgspec.structs.replace(options, cookie=self.cookie),
+        )  # fmt: skip

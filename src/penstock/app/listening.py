@@ -1,0 +1,43 @@
+"""A listener that runs with its app: what source connectors send becomes events of a stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from penstock.app.definitions import Listening
+from penstock.app.query import Step
+from penstock.connect.listener import Listener, ListenerOptions
+from penstock.log.api import Log
+
+
+class ListenQuery:
+    """Listens while the app runs; what has come is safe when it ends."""
+
+    def __init__(self, log: Log, definition: Listening) -> None:
+        self.name = definition.name
+        self.definitions = (definition,)
+        self._log = log
+        stream = definition.outputs[0].name
+        self._options = ListenerOptions(
+            routes=[(pattern, stream) for pattern in definition.names],
+            address=definition.address, cookie=definition.cookie, policy=definition.policy,
+        )  # fmt: skip
+
+    def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None:
+        del tell  # what came is in `penstock connector list`
+        with Listener(self._log, self._options):
+            stop.wait()
+
+    def lag(self) -> int:
+        return 0
+
+    def is_idle(self) -> bool:
+        """What connectors may still send is not for the app to know."""
+        return True
+
+    def late_rows(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
