@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +14,13 @@ from typing import Any
 import pytest
 
 from penstock import Log, read_events
+from penstock.connect.dial import DialOptions, SinkWorker
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import records
 from penstock.connect.sink import Sink, SinkHost
 from penstock.connect.source import ConnectorOptions, Source, SourceConnector
-from penstock.errors import ConnectorError
+from penstock.errors import ConnectorError, SinkGoneError
+from penstock.failpoints import ENVIRONMENT
 from penstock.testing.processes import wait_until
 
 RAW = ListenerOptions(routes=[("*", "raw")])
@@ -53,3 +59,97 @@ def refused(told: list[str], why: str) -> Iterator[None]:
     with pytest.raises(ConnectorError):
         yield
     wait_until(lambda: any(why in line for line in told), 30, why)
+
+
+class SinkProcess:
+    """A sink in a process of its own, killed and started again at one port.
+
+    It is one of `penstock connect`, by default that of files.
+    """
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        self.folder = folder
+        self._command = command or ("file-sink", str(folder))
+        self._process: subprocess.Popen[str] | None = None
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, failpoint: str = "") -> None:
+        program = [sys.executable, "-m", "penstock.cli", "connect", *self._command]
+        self._process = subprocess.Popen(
+            [*program, "--at", self.address], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, ENVIRONMENT: failpoint},
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline().rpartition(":")[2])
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def ensure(self) -> None:
+        if not self.is_running():
+            self.stop()
+            self.start()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process.wait(30)
+            self._process = None
+
+
+class Pusher:
+    """Pushes batches as an app does, and tries again until each is through."""
+
+    def __init__(self, address: str, worker: str = "w") -> None:
+        self._address = address
+        self._worker = worker
+        self._attempt = 0
+        self.decided = ""
+
+    def push(self, *texts: str, commit: bool = True) -> None:
+        self._attempt += 1
+        with self._dialled() as worker:
+            worker.send([(b"k", 7, text.encode()) for text in texts])
+            name = f"t{self._attempt}"
+            if not worker.vote(name, worker.committed):
+                raise SinkGoneError("it votes against")
+            self.decided = name if commit else ""
+            worker.resolve(name, commit)
+
+    def push_surely(self, *texts: str, ensure: Callable[[], None] = lambda: None) -> None:
+        """As often as it takes; what was decided is told, and not sent again.
+
+        `ensure` is called before each try.
+        """
+        self.decided = ""
+
+        def is_through() -> bool:
+            ensure()
+            try:
+                if self.resolve():
+                    return True
+                self.push(*texts)
+            except SinkGoneError:
+                return False
+            return True
+
+        wait_until(is_through, 60, "a batch")
+
+    def resolve(self) -> bool:
+        """Tell the worker what it has not heard; whether that was the batch that is pushed now."""
+        self._attempt += 1
+        with self._dialled() as worker:
+            for name in worker.uncommitted:
+                worker.resolve(name, name == self.decided)
+        return bool(self.decided)
+
+    def _dialled(self) -> SinkWorker:
+        return SinkWorker(
+            self._address, self._worker, (self._attempt,), DialOptions(timeout_s=10.0)
+        )

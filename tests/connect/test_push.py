@@ -24,8 +24,9 @@ from penstock.errors import AppError
 from penstock.failpoints import CONNECTOR_NAMES, ENVIRONMENT, REACHED
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import VICTIMS, RunnerProcess, wait_until
+from tests.connect.hosting import SinkProcess
 from tests.connect.pushing import Number, app
-from tests.connect.test_sinks import SinkProcess, address_of, lines
+from tests.connect.test_sinks import address_of, lines
 
 APP = Path(__file__).with_name("pushing.py")
 
@@ -120,7 +121,7 @@ class Driver:
     def __init__(self, folder: Path, sink: SinkProcess) -> None:
         self.reached = folder / "reached"
         self._command = [sys.executable, "-m", "tests.connect.pushing", str(folder / "log.db")]
-        self._environment = {**os.environ, "SINK_ADDRESS": f"127.0.0.1:{sink.port}"}
+        self._environment = {**os.environ, "SINK_ADDRESS": sink.address}
 
     def start(self, failpoint: str = "") -> subprocess.Popen[bytes]:
         armed = {ENVIRONMENT: failpoint, REACHED: str(self.reached)} if failpoint else {}
@@ -200,7 +201,7 @@ def push_under_kills(
     print(f"{request.node.name}: PENSTOCK_SEED={seed}")
     chance = random.Random(seed)
     sink.start()
-    environment = {"SINK_ADDRESS": f"127.0.0.1:{sink.port}"}
+    environment = {"SINK_ADDRESS": sink.address}
     sent, done = 0, 0
 
     def more() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from penstock.connect.addresses import ENVIRONMENT, announced, check_address, resolved
 from penstock.connect.codecs import decoder, encoder
-from penstock.connect.dial import DialOptions, SinkWorker
 from penstock.connect.reading import SinkClient
 from penstock.connect.sink import SinkOptions
 from penstock.errors import (
@@ -24,6 +23,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.testing.processes import wait_until
+from tests.connect.hosting import Pusher
 
 
 @pytest.fixture(autouse=True)
@@ -31,54 +31,6 @@ def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "ports"
     monkeypatch.setenv(ENVIRONMENT, str(folder))
     return folder
-
-
-class Pusher:
-    """Pushes batches as an app does, and tries again until each is through."""
-
-    def __init__(self, address: str, worker: str = "w") -> None:
-        self._address = address
-        self._worker = worker
-        self._attempt = 0
-        self.decided = ""
-
-    def push(self, *texts: str, commit: bool = True) -> None:
-        self._attempt += 1
-        with self._dialled() as worker:
-            worker.send([(b"k", 7, text.encode()) for text in texts])
-            name = f"t{self._attempt}"
-            if not worker.vote(name, worker.committed):
-                raise SinkGoneError("it votes against")
-            self.decided = name if commit else ""
-            worker.resolve(name, commit)
-
-    def push_surely(self, *texts: str) -> None:
-        """As often as it takes; what was decided is told, and not sent again."""
-        self.decided = ""
-
-        def is_through() -> bool:
-            try:
-                if self.resolve():
-                    return True
-                self.push(*texts)
-            except SinkGoneError:
-                return False
-            return True
-
-        wait_until(is_through, 60, "a batch")
-
-    def resolve(self) -> bool:
-        """Tell the worker what it has not heard; whether that was the batch that is pushed now."""
-        self._attempt += 1
-        with self._dialled() as worker:
-            for name in worker.uncommitted:
-                worker.resolve(name, name == self.decided)
-        return bool(self.decided)
-
-    def _dialled(self) -> SinkWorker:
-        return SinkWorker(
-            self._address, self._worker, (self._attempt,), DialOptions(timeout_s=10.0)
-        )
 
 
 @decoder

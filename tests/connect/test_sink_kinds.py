@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from penstock.connect.reading import SPOOL_BYTES_MAX
 from penstock.connect.sink import Sink
 from penstock.connect.sinks.file import FileSink
+from penstock.connect.sinks.kafka import KafkaSink
+from penstock.connect.sinks.redis import RedisPublishSink
 from penstock.connect.spool import Spool, SpoolSink
 from penstock.connect.wire import Message
+from penstock.testing.brokers import Brokers
+from penstock.testing.servers import RedisServer
+from tests.connect.test_kafka_sink import Topic
 
 Texts = list[bytes]
 
 
 class Kind:
     """A kind of sink, and how to see what it has made visible."""
+
+    looks = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,25 +81,62 @@ class Spools(Kind):
         return self._read
 
 
-@contextmanager
-def plain(kind: type[Kind], folder: Path) -> Iterator[Kind]:
-    yield kind(folder)
+class RedisStreams(Kind):
+    def __init__(self, folder: Path, url: str) -> None:
+        super().__init__(folder)
+        self._url = url
+        self._name = f"out-{secrets.token_hex(4)}"
+
+    def make(self) -> Sink:
+        return RedisPublishSink(self._url, self._name, stream=self._name)
+
+    def visible(self, committed: int) -> Texts:
+        with redis.Redis.from_url(self._url) as client:
+            entries: Any = client.xrange(self._name)
+        return [fields[b"data"] for _, fields in entries]
 
 
-KINDS: dict[str, Callable[[Path], object]] = {
-    "file": lambda folder: plain(Files, folder),
-    "spool": lambda folder: plain(Spools, folder),
-}
+class KafkaTopics(Kind):
+    def __init__(self, folder: Path, servers: str) -> None:
+        super().__init__(folder)
+        self._topic = Topic(servers, partitions=1)
+
+    def make(self) -> Sink:
+        return KafkaSink(self._topic.servers, self._topic.name, self._topic.name, self.folder)
+
+    def visible(self, committed: int) -> Texts:
+        return self._topic.values(0)
+
+
+def walked(kind: Kind, steps: int, request: pytest.FixtureRequest) -> Walk:
+    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
+    walk = Walk(kind, random.Random(seed))
+    walk.go(steps)
+    return walk
 
 
 @pytest.mark.row("W12", engine="any")
-@pytest.mark.parametrize("name", KINDS)
-def test_random_steps(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
-    chance = random.Random(seed)
-    with KINDS[name](tmp_path) as kind:  # type: ignore[attr-defined]
-        Walk(kind, chance).go(300)
+def test_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    walked(Files(tmp_path), 300, request)
+
+
+@pytest.mark.row("W12", engine="any")
+def test_spools(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    walked(Spools(tmp_path), 300, request)
+
+
+@pytest.mark.row("W12", engine="any")
+def test_redis(tmp_path: Path, redis_server: RedisServer, request: pytest.FixtureRequest) -> None:
+    walked(RedisStreams(tmp_path, redis_server.url), 300, request)
+
+
+@pytest.mark.row("W12", engine="any")
+def test_kafka(tmp_path: Path, broker: Brokers, request: pytest.FixtureRequest) -> None:
+    kind = KafkaTopics(tmp_path, broker.addresses[0])
+    kind.looks = False  # reading a topic takes seconds: once, at the end
+    walk = walked(kind, 40, request)
+    assert kind._topic.values(len(walk.done)) == walk.done
 
 
 class Walk:
@@ -112,13 +157,12 @@ class Walk:
     def committed(self) -> int:
         return sum(map(len, self.done))
 
-    def go(self, steps: int) -> None:
-        for _ in range(steps):
-            step = self.chance.choice(
-                [self.append, self.append, self.vote, self.tell, self.restart]
-            )
+    def go(self, count: int) -> None:
+        for _ in range(count):
+            steps = [self.append, self.append, self.vote, self.tell, self.reopened]
+            step = self.chance.choice(steps)
             step()
-            if self.pending is None and not self.sent:
+            if self.kind.looks and self.pending is None and not self.sent:
                 assert self.kind.visible(self.committed) == self.done
         self.sink.close()
 
@@ -160,9 +204,6 @@ class Walk:
                 self.reopened()
         self.done += self.pending if is_yes else []
         self.pending = None
-
-    def restart(self) -> None:
-        self.reopened()
 
     def reopened(self) -> None:
         self.sink.close()

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +19,7 @@ from penstock.connect.sinks.file import FileSink
 from penstock.connect.transactions import FILE, Line, TransactionLog
 from penstock.errors import ConnectorError, DamagedError, SinkGoneError, UsageError
 from penstock.testing.processes import wait_until
+from tests.connect.hosting import SinkProcess
 from tests.connect.peer import Peer
 
 
@@ -249,46 +246,6 @@ def test_the_transaction_log_is_condensed(tmp_path: Path, monkeypatch: pytest.Mo
 # Kills
 
 ATTEMPTS = itertools.count()
-
-
-class SinkProcess:
-    """A file sink in a process of its own, killed and started again at one port."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._process: subprocess.Popen[str] | None = None
-        self.port = 0
-
-    def start(self, failpoint: str = "") -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.connect.file_sink",
-            str(self.folder),
-            str(self.port),
-        ]
-        environment = {**os.environ, "PENSTOCK_FAILPOINTS": failpoint}
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
-
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def ensure(self) -> None:
-        if not self.is_running():
-            self.stop()
-            self.start()
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            assert self._process.stdout is not None
-            self._process.stdout.close()
-            self._process.wait(30)
-            self._process = None
 
 
 @pytest.mark.row("W12", engine="any")

@@ -22,7 +22,8 @@ from penstock.connect.wire import Message
 from penstock.failpoints import ENVIRONMENT, REACHED
 from penstock.spark.pushing import parse
 from penstock.testing.processes import VICTIMS, SparkProcess, wait_until
-from tests.connect.test_sinks import SinkProcess, address_of, lines
+from tests.connect.hosting import SinkProcess
+from tests.connect.test_sinks import address_of, lines
 
 PROGRAM = [sys.executable, "-m", "tests.connect.pushing_frames"]
 
@@ -179,7 +180,7 @@ class Program:
     """The program, again and again, each time with another number of tasks."""
 
     def __init__(self, log: Log, sink: SinkProcess, folder: Path) -> None:
-        self._given = [log.url, f"127.0.0.1:{sink.port}", str(folder / "checkpoint")]
+        self._given = [log.url, sink.address, str(folder / "checkpoint")]
         self.output = folder / "output.txt"
         self.reached = folder / "reached"
 

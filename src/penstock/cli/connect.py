@@ -45,6 +45,10 @@ UntilEndOption = Annotated[
 StateOption = Annotated[
     Path, typer.Option("--state", help="The folder in which the sink keeps its transactions.")
 ]
+SettingOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="Any setting of librdkafka; may be repeated."),
+]
 LISTENER = "127.0.0.1:6067"
 SINK = "127.0.0.1:6068"
 
@@ -104,10 +108,7 @@ def kafka_source(  # noqa: PLR0913  one parameter per option
         Literal["fail", "earliest", "latest"],
         typer.Option(help="Where Kafka has removed what comes next."),
     ] = "fail",
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any setting of librdkafka; may be repeated."),
-    ] = None,
+    setting: SettingOption = None,
     to: ToOption = LISTENER,
     cookie: CookieOption = "",
     instance: InstanceOption = "",
@@ -283,6 +284,29 @@ def postgres_sink(
 
     run_sink(
         lambda worker: PostgresSink(url, worker, table, key), state,
+        SinkOptions(address=at, cookie=cookie),
+    )  # fmt: skip
+
+
+@connect.command(
+    "kafka-sink",
+    epilog=examples("penstock connect kafka-sink broker:9092 totals --state totals-sink"),
+)
+def kafka_sink(
+    servers: Annotated[str, typer.Argument(help="HOST:PORT of brokers, with commas.")],
+    topic: Annotated[str, typer.Argument(help="The topic to write to.")],
+    state: StateOption,
+    setting: SettingOption = None,
+    at: AtOption = SINK,
+    cookie: CookieOption = "",
+) -> None:
+    """Bring what apps push into a topic of Kafka, each commit as one transaction there."""
+    with needing("kafka"):
+        from penstock.connect.sinks.kafka import KafkaSink
+
+    settings = dict(_setting(item) for item in setting or [])
+    run_sink(
+        lambda worker: KafkaSink(servers, worker, topic, state, settings=settings), state,
         SinkOptions(address=at, cookie=cookie),
     )  # fmt: skip
 

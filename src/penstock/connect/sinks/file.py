@@ -39,7 +39,7 @@ class FileSink:
     """
 
     def __init__(self, folder: Path, worker: str, separator: bytes = b"\n") -> None:
-        safe = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):02x}" for c in worker)
+        safe = safe_name(worker)
         self.path = folder / f"{safe}.out"
         self._ends = folder / f"{safe}.ends"
         self._separator = separator
@@ -115,3 +115,8 @@ class FileSink:
     def _open_file(self) -> IO[bytes]:
         assert self._file is not None  # noqa: S101  open comes first
         return self._file
+
+
+def safe_name(worker: str) -> str:
+    """A worker's name as one of a file."""
+    return "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):02x}" for c in worker)
