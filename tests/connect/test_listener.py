@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock import CreateStream, Log, Record, declare, read_events
+from penstock import CreateStream, DeadLetter, Log, Record, declare, read_events
 from penstock import open as open_log
 from penstock.connect import wire
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import records
 from penstock.connect.serving import READ_BYTES
+from penstock.log.objects import Metric
 from penstock.testing.processes import wait_until
 from tests.connect.peer import Peer, message
 
@@ -204,6 +206,44 @@ def test_damaged_messages_are_skipped_if_told(log: Log, listen: Listen) -> None:
         peer.send(*(message("j", n, d) for n, d in enumerate([b"1", b"no", b"[2]", b"\xff"])))
         assert peer.next() == wire.Ack(5, ((wire.stream_id("j"), 3),))
     assert [e.data for e in read_events(log, "json")] == [1, [2]]
+
+
+def test_a_message_that_cannot_be_held_becomes_a_dead_letter(log: Log, listen: Listen) -> None:
+    """Once: sent again, it is dropped like others. The connector is told that it is safe."""
+    good, bad = b'{"user": "ada", "amount": 1}', b'{"user": "ada"}'
+    for sent, used in ([good, bad, good], 4), ([good, bad, good, good], 5):
+        with Peer(listen("orders", on_damage="dead-letter").address) as peer:
+            peer.hello()
+            peer.notify("o")
+            peer.send(*(message("o", n, data) for n, data in enumerate(sent)))
+            assert peer.next() == wire.Ack(used, ((wire.stream_id("o"), len(sent) - 1),))
+    assert [event.id for event in read_events(log, "orders")] == ["o/0", "o/2", "o/3"]
+    (letter,) = read_events(log, "orders_dead", DeadLetter)
+    assert (letter.id, letter.data.id, letter.data.offset) == ("o/1", "o/1", 1)
+    assert letter.data.data == '{"user": "ada"}'
+    assert "amount" in letter.data.error
+    (record,) = records(log)
+    assert (record.messages, record.dropped, record.damaged) == (4, 3, 1)
+
+
+def test_what_connectors_do_is_measured(log: Log) -> None:
+    options = ListenerOptions(routes=[("*", "raw")], metrics_interval_ms=50, credits=100)
+    with Listener(log, options) as listener, Peer(listener.address) as peer:
+        peer.hello()
+        peer.notify("s")
+        old_ns = time.time_ns() - 7_000_000_000
+        peer.send(message("s", 1, b"four"), message("s", 2, b"4"))
+        peer.next()
+        peer.send(wire.Message(wire.stream_id("s"), 3, old_ns, None, b""))
+        peer.next()
+    events = [event.data for event in read_events(log, "_system.metrics", Metric)]
+    assert {tuple(e.labels.items()) for e in events} == {(("connector", "s"), ("stream", "raw"))}
+    last = {event.name: event.value for event in events}
+    assert last["connector.messages"] == 3
+    assert last["connector.bytes"] == 5
+    assert last["connector.reconnects"] == 0
+    assert 0 < last["connector.credits"] <= 100
+    assert 7_000 <= last["connector.lag_ms"] < 60_000
 
 
 def test_a_stream_that_nobody_routes_is_refused(log: Log) -> None:

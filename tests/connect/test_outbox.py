@@ -132,11 +132,15 @@ def test_sqlalchemy_connections_and_sessions(database: str, log: Log) -> None:
 
 @pytest.mark.row("H15", engine="embedded")
 @pytest.mark.parametrize("step", [n for n in CONNECTOR_NAMES if n.startswith("outbox.")])
-def test_the_relay_is_killed_at(database: str, log: Log, tmp_path: Path, step: str) -> None:
+def test_the_relay_is_killed_at(database: str, log: Log, step: str) -> None:
+    kill_the_relay(database, log, step)
+
+
+def kill_the_relay(database: str, log: Log, step: str) -> None:
     prepare(database)
     pay(database, range(50))
     command = [sys.executable, "-m", "penstock.cli", "outbox", "relay", database, "--until-empty",
-               "--log", str(tmp_path / "log.db")]  # fmt: skip
+               "--log", log.url]  # fmt: skip
     armed = {**os.environ, ENVIRONMENT: f"{step}=kill"}
     killed = subprocess.run(command, env=armed, timeout=60, check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL

@@ -223,20 +223,12 @@ def test_a_third_connector_takes_two_streams_from_each_of_two_others(log: Log) -
 class Programs:
     """A listener and a program that writes, each a process that can be killed and started again."""
 
-    def __init__(self, path: Path, total: int) -> None:
+    def __init__(self, log: str, total: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
-            port = str(found.getsockname()[1])
+            address = f"127.0.0.1:{found.getsockname()[1]}"
         self._commands = {
-            "listener": [
-                "penstock.cli",
-                "listen",
-                "raw",
-                "--log",
-                str(path),
-                "--at",
-                f"127.0.0.1:{port}",
-            ],
-            "writer": ["tests.connect.counting", f"127.0.0.1:{port}", str(total)],
+            "listener": ["penstock.cli", "listen", "raw", "--log", log, "--at", address],
+            "writer": ["tests.connect.counting", address, str(total)],
         }
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -262,17 +254,20 @@ class Programs:
 
 @pytest.mark.row("W5", engine="any")
 @pytest.mark.timeout(240)
-def test_kills_on_either_side(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_kills_on_either_side(log: Log, request: pytest.FixtureRequest) -> None:
+    feed_under_kills(log, 200_000, request)
+
+
+def feed_under_kills(log: Log, total: int, request: pytest.FixtureRequest) -> None:
     """The listener is killed with -9 again and again, and so is the program that writes."""
     seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"{request.node.name}: PENSTOCK_SEED={seed}")
     chance = random.Random(seed)
-    total = 200_000
 
     def stored() -> int:
         return sum(record.messages for record in records(log))
 
-    with Programs(tmp_path / "log.db", total) as programs:
+    with Programs(log.url, total) as programs:
         for n in range(6):
             programs.ensure("listener")
             programs.ensure("writer")

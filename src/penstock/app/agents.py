@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 
 from penstock.app.context import UNSET, Context, TableView
-from penstock.app.definitions import DEAD_CHARS_MAX, Agent, DeadLetter
+from penstock.app.definitions import Agent
 from penstock.app.emissions import Emissions
 from penstock.app.entry import Entry, WindowedEntry
 from penstock.app.state import State
@@ -31,6 +31,7 @@ from penstock.errors import PenstockError, UsageError
 from penstock.log.api import Log, Part, Pin
 from penstock.log.batch import Batch
 from penstock.log.compose import Composer
+from penstock.log.letters import DEAD_CHARS_MAX, DeadLetter
 from penstock.records.event import (
     Event,
     Key,

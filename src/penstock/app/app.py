@@ -19,7 +19,6 @@ from penstock.app.checks import (
 )
 from penstock.app.definitions import (
     Agent,
-    DeadLetter,
     DeadLetters,
     Definition,
     Derivation,
@@ -36,6 +35,7 @@ from penstock.app.windows import Duration, Windows
 from penstock.connect.addresses import check_address, is_closed
 from penstock.connect.registry import Policy
 from penstock.errors import AppError
+from penstock.log.letters import DeadLetter, dead_name
 from penstock.log.names import check_name, parse_stream
 from penstock.log.objects import StreamSpec
 from penstock.records.schema import Record
@@ -406,7 +406,7 @@ class App:
         )  # fmt: skip
 
     def _dead_letters(self, of: str, where: Location) -> AppStream[object]:
-        name = f"{of}_dead"
+        name = dead_name(of)
         spec = declared(where, name, DeadLetter)
         made: AppStream[object] = AppStream(
             app=self, name=name, record=DeadLetter, spec=spec, key=None, location=where

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from penstock.app.definitions import DEAD_CHARS_MAX, DeadLetter, DeadLetters
+from penstock.app.definitions import DeadLetters
 from penstock.app.task import BatchOrder, Inputs, Outcome, Split, derived_id, stage
 from penstock.errors import DamagedError
 from penstock.log.api import Log
 from penstock.log.compose import Composer
+from penstock.log.letters import DeadLetter, readable
 from penstock.records.arrow import codec_of
 
 
@@ -41,8 +42,8 @@ def _letter(damage: DamagedError) -> DeadLetter:
         partition=damage.partition,
         offset=damage.first_offset,
         id="",
-        key=None if damage.key is None else damage.key.decode(errors="backslashreplace"),
-        data=(damage.data or b"")[:DEAD_CHARS_MAX].decode(errors="backslashreplace"),
+        key=None if damage.key is None else readable(damage.key),
+        data=readable(damage.data),
         error=f"{type(damage).__name__}: {damage}",
         traceback="",
         tries=0,

@@ -11,14 +11,11 @@ from penstock.app.streams import AppStream, How, OnError
 from penstock.app.tables import AppTable
 from penstock.app.windows import Windows
 from penstock.connect.registry import Policy
-from penstock.records.schema import Record
 
 if TYPE_CHECKING:
     from penstock.app.signature import Signature
 
 Place = AppStream[object] | AppTable[object]
-DEAD_CHARS_MAX = 100_000
-"""How much of an event's data a dead letter tells."""
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
@@ -150,21 +147,3 @@ def keeps_timers(definition: Definition) -> bool:
         return False
     windows = definition.state.windows if definition.state is not None else None
     return bool(definition.on_timer) or (windows is not None and windows.expires_us is not None)
-
-
-class DeadLetter(Record):
-    """An event that an agent could not handle, or that could not be read, with why.
-
-    Of one that could not be read, `agent` and `id` are empty, and `data` is what is there.
-    """
-
-    agent: str
-    stream: str
-    partition: int
-    offset: int
-    id: str
-    key: str | None
-    data: str
-    error: str
-    traceback: str
-    tries: int

@@ -8,6 +8,7 @@ import msgspec
 import xxhash
 
 from penstock.app.definitions import Definition
+from penstock.connect.push import Decision
 from penstock.log.api import Log
 from penstock.log.names import PRODUCER_CHARS_MAX
 
@@ -32,7 +33,7 @@ class Position(msgspec.Struct, kw_only=True):
     time_us: int = 0
     checkpoint: str = ""
     plan: str = ""
-    transactions: dict[str, tuple[str, int]] = {}
+    transactions: dict[str, Decision] = {}
 
 
 def progress_key(app: str, definition: str) -> str:

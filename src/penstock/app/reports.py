@@ -16,10 +16,11 @@ import msgspec
 from penstock.app.positions import Position
 from penstock.app.query import Step
 from penstock.app.runner import QueryStatus, Runner, weighted_median
+from penstock.connect.delivery import deliveries
+from penstock.connect.push import Decided
 from penstock.errors import PenstockError
-from penstock.log.api import Commit, Holder, Log
-from penstock.log.compose import Composer, EventOptions, Outgoing
-from penstock.log.names import METRICS
+from penstock.log.api import Log
+from penstock.log.metrics import MetricWriter
 from penstock.log.objects import Metric
 
 ALIVE_S = 15.0
@@ -59,9 +60,8 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
         self._id = secrets.token_hex(8)
         self._started_us = time.time_ns() // 1000
-        self._composer = Composer(f"app/{runner.app}", runner.log.limits)
-        self._sequence = 0
-        self._holder: Holder | None = None
+        source = f"app/{runner.app}"
+        self._writer = MetricWriter(runner.log, source, f"{source}/runner-{self._id}")
 
     def start(self) -> None:
         if self._interval_s:
@@ -82,14 +82,11 @@ class Reporter:
                 self._report(alive=not is_last)
 
     def _report(self, *, alive: bool) -> None:
-        log = self._runner.log
-        if self._holder is None:
-            self._holder = log.hold(f"app/{self._runner.app}/runner-{self._id}", ephemeral=True)
         statuses = {status.name: status for status in self._runner.statuses()}
-        events = [
-            event
+        metrics = [
+            metric
             for query, steps in self._runner.steps()
-            for event in self._events(statuses[query.name], steps)
+            for metric in self._metrics(statuses[query.name], steps)
         ]
         beat = Beat(
             runner=self._id, host=socket.gethostname(), pid=os.getpid(),
@@ -98,17 +95,12 @@ class Reporter:
         )  # fmt: skip
         key = beat_key(self._runner.app, self._id)
         progress: dict[str, bytes | None] = {key: msgspec.json.encode(beat) if alive else None}
-        stream = log.stream(str(METRICS))
-        parts = [self._composer.part(stream, events)] if events else []
-        log.commit(self._holder, self._sequence, Commit(parts=parts, progress=progress))
-        self._sequence += 1
+        self._writer.write(metrics, progress)
 
-    def _events(self, status: QueryStatus, steps: Sequence[Step]) -> Iterator[Outgoing]:
-        stream = self._runner.log.stream(str(METRICS))
+    def _metrics(self, status: QueryStatus, steps: Sequence[Step]) -> Iterator[Metric]:
         labels = {"app": self._runner.app, "query": status.name}
         for name, value in measured(status, steps).items():
-            metric = Metric(name=f"query.{name}", value=float(value), labels=labels)
-            yield self._composer.admit(stream, metric, EventOptions(), system=True)
+            yield Metric(name=f"query.{name}", value=float(value), labels=labels)
 
 
 def measured(status: QueryStatus, steps: Sequence[Step]) -> dict[str, float]:
@@ -185,6 +177,47 @@ def agent_rows(log: Log) -> list[AgentRow]:
                     )
                 )  # fmt: skip
     return rows
+
+
+class SinkRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker of a sink was given, as `penstock connector list` shows it.
+
+    `lag` are events that its query has not pushed yet, for all of its workers.
+    """
+
+    worker: str
+    stream: str
+    state: str
+    bytes: int
+    messages: int
+    transactions: int
+    lag: int
+
+
+def sink_rows(log: Log) -> list[SinkRow]:
+    """Every worker of every sink: of apps, and of `format("penstock.sink")`."""
+    agents = agent_rows(log)
+    rows = []
+    for key, value in log.progress_items("app/").items():
+        _, app, name = key.split("/", 2)
+        decided = msgspec.json.decode(value, type=Position).transactions
+        mine = [row for row in agents if (row.app, row.agent) == (app, name)]
+        if mine:
+            lag = sum(row.lag for row in mine)
+            rows += _sink_rows(decided, mine[0].stream, mine[0].state, lag)
+    for delivered, lag in deliveries(log):
+        rows += _sink_rows(delivered.transactions, delivered.stream, "", lag)
+    return rows
+
+
+def _sink_rows(decided: Decided, stream: str, state: str, lag: int) -> list[SinkRow]:
+    return [
+        SinkRow(
+            worker=worker, stream=stream, state=state, bytes=last.end, messages=last.messages,
+            transactions=last.transactions, lag=lag,
+        )
+        for worker, last in sorted(decided.items())
+    ]  # fmt: skip
 
 
 def _state(alive: Sequence[Beat], agent: str) -> str:

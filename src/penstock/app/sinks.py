@@ -19,7 +19,7 @@ from penstock.app.task import (
     Split,
 )
 from penstock.connect.dial import DialOptions
-from penstock.connect.push import SENDING, STARTING, TELLING, Step, Target, rows_of
+from penstock.connect.push import SENDING, STARTING, TELLING, Step, Target, decided_with, rows_of
 from penstock.failpoints import failpoint
 from penstock.log.api import Log
 from penstock.log.objects import Stream
@@ -92,8 +92,7 @@ class SinkQuery(Query):
         failpoint("push.voted")
         position = super()._moved(ranges, again, outcomes, order, streams)
         votes = [vote for outcome in outcomes for vote in outcome.votes]
-        decided = {vote.worker: (vote.transaction, vote.end) for vote in votes}
-        position.transactions = {**self.position.transactions, **decided}
+        position.transactions = decided_with(self.position.transactions, votes)
         return position
 
     def _settle(self, order: BatchOrder, outcomes: Sequence[Outcome]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from penstock.app.reports import SinkRow, sink_rows
 from penstock.cli.options import (
     AtOption,
     JsonOption,
@@ -17,7 +18,7 @@ from penstock.cli.options import (
     open_named,
 )
 from penstock.cli.output import note, say, say_json, stopping, table
-from penstock.connect.listener import Listener, ListenerOptions
+from penstock.connect.listener import Listener, ListenerOptions, OnDamage
 from penstock.connect.registry import SourceRecord, records
 from penstock.connect.wire import NEVER
 from penstock.errors import UsageError
@@ -62,8 +63,11 @@ def listen(  # noqa: PLR0913  one parameter per option
         int, typer.Option("--credits", min=2, help="How many frames may be on their way.")
     ] = 32_768,
     on_damage: Annotated[
-        Literal["stop", "skip"],
-        typer.Option(help="What becomes of messages that the stream cannot hold."),
+        OnDamage,
+        typer.Option(
+            help="What becomes of messages that the stream cannot hold: they end the connection, "
+            "are left out, or are told in the stream NAME_dead."
+        ),
     ] = "stop",
     log: LogOption = None,
     log_option: LogOptionsOption = None,
@@ -107,38 +111,54 @@ def list_connectors(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Every connector stream: who has it, how far it is, and what it has sent."""
+    """Every connector stream and sink: who has it, how far it is, and what went through.
+
+    The lag of a source is how old its last message was when it was stored; that of a sink is how
+    many events its query has not pushed yet.
+    """
     with open_named(context, log, log_option) as opened:
-        found = sorted(records(opened), key=lambda record: record.name)
+        rows = [
+            *(_source(record) for record in sorted(records(opened), key=lambda r: r.name)),
+            *(_sink(row) for row in sink_rows(opened)),
+        ]
     if json:
-        for record in found:
-            say_json(_told(record))
+        for row in rows:
+            say_json(row)
         return
     table(
-        ("connector stream", "goes to", "owner", "up to", "messages", "bytes", "dropped", "opened"),
-        [
-            (
-                record.name, record.stream, _owner(record) or "nobody", _point(record),
-                record.messages, record.bytes, record.dropped, record.opened,
-            )
-            for record in found
-        ],
+        (
+            "kind", "connector", "stream", "state", "up to", "messages", "bytes", "lag", "credits",
+            "reconnects", "dropped", "damaged", "transactions",
+        ),
+        [_cells(row) for row in rows],
     )  # fmt: skip
 
 
-def _owner(record: SourceRecord) -> str:
-    if record.owner is None or not record.is_owned():
-        return ""
-    return f"{record.owner.program} {record.owner.instance}".strip()
+def _cells(row: dict[str, object]) -> list[object]:
+    """As people read it: one column for both kinds of lag, with its unit."""
+    units = {"lag_ms": "ms", "lag_events": "events"}
+    return [
+        f"{value} {units[name]}" if name in units and value is not None else value
+        for name, value in row.items()
+    ]
 
 
-def _point(record: SourceRecord) -> int | None:
-    return None if record.point_of_ref == NEVER else record.point_of_ref
-
-
-def _told(record: SourceRecord) -> dict[str, object]:
+def _source(record: SourceRecord) -> dict[str, object]:
+    owner = record.owner if record.is_owned() else None
     return {
-        "name": record.name, "stream": record.stream, "owner": _owner(record) or None,
-        "point_of_ref": _point(record), "messages": record.messages, "bytes": record.bytes,
-        "dropped": record.dropped, "opened": record.opened,
+        "kind": "source", "connector": record.name, "stream": record.stream,
+        "state": "nobody has it" if owner is None else f"{owner.program} {owner.instance}".strip(),
+        "up_to": None if record.point_of_ref == NEVER else record.point_of_ref,
+        "messages": record.messages, "bytes": record.bytes, "lag_ms": record.lag_ms,
+        "credits": record.credits, "reconnects": record.opened - 1, "dropped": record.dropped,
+        "damaged": record.damaged, "transactions": None,
+    }  # fmt: skip
+
+
+def _sink(row: SinkRow) -> dict[str, object]:
+    return {
+        "kind": "sink", "connector": row.worker, "stream": row.stream, "state": row.state or None,
+        "up_to": row.bytes, "messages": row.messages, "bytes": row.bytes, "lag_events": row.lag,
+        "credits": None, "reconnects": None, "dropped": None, "damaged": None,
+        "transactions": row.transactions,
     }  # fmt: skip

@@ -13,7 +13,17 @@ from typing import Literal
 
 import msgspec
 
-from penstock.connect.push import SENDING, STARTING, TELLING, Row, Step, Target, rows_of
+from penstock.connect.push import (
+    SENDING,
+    STARTING,
+    TELLING,
+    Decision,
+    Row,
+    Step,
+    Target,
+    decided_with,
+    rows_of,
+)
 from penstock.errors import UsageError
 from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Log
@@ -21,14 +31,16 @@ from penstock.log.commit import commit_surely
 
 Kind = Literal["stream", "batch"]
 AT_ONCE_MAX = 8
+PREFIX = "sink/"
 
 
 class Delivered(msgspec.Struct, frozen=True):
     """Where a delivery stands. A sink that is fed by a stream is not fed by batches too."""
 
     kind: Kind
+    stream: str
     next: dict[int, int] = {}
-    transactions: dict[str, tuple[str, int]] = {}
+    transactions: dict[str, Decision] = {}
 
 
 class Delivery:
@@ -42,12 +54,12 @@ class Delivery:
         self._log = log
         self._target = target
         self._stream = stream
-        self._key = f"sink/{target.query}"
+        self._key = f"{PREFIX}{target.query}"
         self._holder = log.hold(self._key)
         last = log.last_commit(self._key)
         self._sequence = 0 if last is None else last.sequence + 1
         saved = log.progress(self._key)
-        self._at = Delivered(kind) if saved is None else _decoder.decode(saved)
+        self._at = Delivered(kind, stream) if saved is None else _decoder.decode(saved)
         if self._at.kind != kind:
             raise UsageError(
                 f"the producer {target.query} has written to its sink by {self._at.kind} before: "
@@ -76,8 +88,8 @@ class Delivery:
             )
         failpoint("push.voted")
         telling = self._step(TELLING)
-        decided = {vote.worker: (vote.transaction, vote.end) for vote in votes}
-        self._save(Delivered(self._at.kind, ends, {**self._at.transactions, **decided}))
+        decided = decided_with(self._at.transactions, votes)
+        self._save(msgspec.structs.replace(self._at, next=ends, transactions=decided))
         failpoint("push.decided")
         for vote in votes:
             self._target.tell(vote, telling)
@@ -100,6 +112,16 @@ class Delivery:
 
     def _step(self, number: int) -> Step:
         return Step(self._holder.epoch, self._sequence, number)
+
+
+def deliveries(log: Log) -> Iterator[tuple[Delivered, int]]:
+    """Every delivery that the log knows of, and how many events it has still to deliver."""
+    known = {str(stream.name) for stream in log.streams()}
+    for packed in log.progress_items(PREFIX).values():
+        found = _decoder.decode(packed)
+        ends = log.offsets(found.stream) if found.stream in known else {}
+        waiting = (offsets.next - found.next.get(p, offsets.first) for p, offsets in ends.items())
+        yield found, sum(max(0, rows) for rows in waiting)
 
 
 _decoder = msgspec.json.Decoder(Delivered)

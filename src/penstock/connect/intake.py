@@ -8,11 +8,13 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.connect.registry import SourceRecord
 from penstock.connect.wire import Message
 from penstock.log.api import Limits, Part
 from penstock.log.compose import Composer
+from penstock.log.letters import DeadLetter, readable
 from penstock.log.objects import Stream
-from penstock.records.arrow import UTC_MICROSECONDS
+from penstock.records.arrow import UTC_MICROSECONDS, codec_of
 from penstock.records.documents import Documents, from_documents, not_json
 from penstock.records.event import DATA
 
@@ -53,6 +55,24 @@ def to_part(
         times = pa.array([message.event_time // 1000 or None for message in messages], pa.int64())
         columns["_time"] = times.cast(UTC_MICROSECONDS)
     return composer.arrow_part(stream, pa.record_batch(columns)), told
+
+
+def to_letters(
+    composer: Composer, letters: Stream, record: SourceRecord, wrong: Sequence[Wrong]
+) -> Part:
+    """A dead letter for each message that cannot be stored, under the id it would have had."""
+    told = [
+        DeadLetter(
+            agent="", stream=record.stream, partition=0, offset=message.message_id,
+            id=f"{record.name}/{message.message_id}",
+            key=None if message.key is None else readable(message.key),
+            data=readable(message.payload), error=reason, traceback="", tries=0,
+        )
+        for message, reason in wrong
+    ]  # fmt: skip
+    rows = codec_of(DeadLetter).to_arrow(told)
+    ids = pa.array([letter.id for letter in told], pa.string())
+    return composer.arrow_part(letters, rows.append_column("_id", ids))
 
 
 def _decoded(stream: Stream, messages: Sequence[Message], limits: Limits) -> Documents:

@@ -21,7 +21,8 @@ import msgspec
 
 from penstock.connect import wire
 from penstock.connect.effects import Close, Send
-from penstock.connect.intake import Wrong, to_part
+from penstock.connect.intake import Wrong, to_letters, to_part
+from penstock.connect.measuring import SourceMeter
 from penstock.connect.registry import Claim, Policy, Registry, this_owner
 from penstock.connect.serving import Connection, Server
 from penstock.connect.session import (
@@ -33,14 +34,17 @@ from penstock.connect.session import (
     SourceSession,
     Terms,
 )
-from penstock.errors import FencedError, PenstockError, ProtocolError
+from penstock.errors import FencedError, ObjectExistsError, PenstockError, ProtocolError
 from penstock.log.api import Log
 from penstock.log.compose import Composer
+from penstock.log.letters import DeadLetter, dead_name
+from penstock.log.objects import CreateStream, declare
 
 NAME_CHARS_MAX = 200
 GRACE_S = 0.25
 """A connector that comes again at once may find its old connection not yet cleared away."""
 COMMITS_MAX = 8
+OnDamage = Literal["stop", "skip", "dead-letter"]
 
 
 class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +53,9 @@ class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
     `routes` say which stream of the log a connector stream goes to: patterns of names, the first
     that fits. `policy` decides between two connectors that want one stream. A connection that
     says nothing for `hello_timeout_s` before its `Hello` is closed. `on_damage` is what becomes of
-    messages that the stream cannot hold.
+    messages that the stream cannot hold: they end the connection (`stop`), are left out (`skip`),
+    or each is told in the stream NAME_dead (`dead-letter`). What connectors do is appended to
+    `_system.metrics` every `metrics_interval_ms` (0: never).
     """
 
     routes: Sequence[tuple[str, str]]
@@ -61,7 +67,8 @@ class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
     connections_max: int = 1000
     hello_timeout_s: float = 10.0
     send_timeout_s: float = 30.0
-    on_damage: Literal["stop", "skip"] = "stop"
+    on_damage: OnDamage = "stop"
+    metrics_interval_ms: int = 5_000
 
 
 class Listener:
@@ -79,6 +86,7 @@ class Listener:
         self.tell = tell
         self.registry = Registry(log, options.policy)
         self.commits = ThreadPoolExecutor(COMMITS_MAX, "penstock-commit")
+        self.meter = SourceMeter(log, options.metrics_interval_ms)
         self.numbers = itertools.count(1)
         self._server = Server(
             options.address, options.connections_max,
@@ -93,7 +101,13 @@ class Listener:
     def __enter__(self) -> Self:
         for _, stream in self.options.routes:
             self.log.stream(stream)
-        self._server.__enter__()
+        if self.options.on_damage == "dead-letter":
+            ensure_letters(self.log, {stream for _, stream in self.options.routes})
+        with contextlib.ExitStack() as exits:
+            exits.callback(self.commits.shutdown)
+            exits.enter_context(self.meter)
+            exits.enter_context(self._server)
+            self._exits = exits.pop_all()
         return self
 
     def __exit__(
@@ -102,8 +116,7 @@ class Listener:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._server.__exit__(kind, error, trace)
-        self.commits.shutdown()
+        self._exits.close()
 
     def target(self, name: str) -> str | None:
         """The stream of the log that a connector stream goes to."""
@@ -244,11 +257,17 @@ class _Connection(Connection):
         stream = self._log.stream(claim.record.stream)
         composer = self._composed()
         part, wrong = to_part(composer, self._log.limits, stream, intake.name, messages)
+        parts = [] if part is None else [part]
         reason = None
-        if wrong and self._listener.options.on_damage == "stop":
+        on_damage = self._listener.options.on_damage
+        if wrong and on_damage == "dead-letter":
+            letters = self._log.stream(dead_name(claim.record.stream))
+            parts.append(to_letters(composer, letters, claim.record, wrong))
+        if wrong and on_damage == "stop":
             first = wrong[0].message.message_id
             messages = [message for message in messages if message.message_id < first]
             part, _ = to_part(composer, self._log.limits, stream, intake.name, messages)
+            parts, wrong = [] if part is None else [part], wrong[:1]
             reason = f"{_why(intake, wrong[0])}, so stream {stream.name} cannot hold it"
         if not messages:
             return None, reason
@@ -258,8 +277,12 @@ class _Connection(Connection):
             messages=claim.record.messages + len(messages),
             bytes=claim.record.bytes + sum(len(message.payload) for message in messages),
             dropped=claim.record.dropped + dropped,
+            damaged=claim.record.damaged + (0 if reason else len(wrong)),
+            credits=self._session.credits,
+            lag_ms=_age_ms(messages[-1]),
         )
-        claim.save(record, [] if part is None else [part])
+        claim.save(record, parts)
+        self._listener.meter.note(record)
         return record.point_of_ref, reason
 
     def _composed(self) -> Composer:
@@ -267,6 +290,20 @@ class _Connection(Connection):
             source = f"connector/{self._session.program}/{self._session.instance}"[:200]
             self._composer = Composer(source, self._log.limits)
         return self._composer
+
+
+def ensure_letters(log: Log, streams: Iterable[str]) -> None:
+    """Make the streams of dead letters that are not there."""
+    known = {str(stream.name) for stream in log.streams()}
+    new = [dead_name(stream) for stream in sorted(streams) if dead_name(stream) not in known]
+    if new:
+        with contextlib.suppress(ObjectExistsError):  # another listener made them just now
+            log.apply([CreateStream(declare(name, DeadLetter)) for name in new])
+
+
+def _age_ms(message: wire.Message) -> int | None:
+    age_ns = time.time_ns() - message.event_time
+    return age_ns // 1_000_000 if message.event_time else None
 
 
 def _why(intake: Intake, wrong: Wrong) -> str:

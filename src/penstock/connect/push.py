@@ -23,8 +23,21 @@ from penstock.log.documents import documents_of
 from penstock.records.event import DELETED, partitions_of
 
 Row = tuple[bytes | None, int, bytes]
-Decided = Mapping[str, tuple[str, int]]
-"""The last transaction of each worker that was decided to be committed, and where it ends."""
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """The last transaction of a worker that was decided to be committed, and where it ends.
+
+    `messages` and `transactions` are how many there were so far.
+    """
+
+    transaction: str
+    end: int
+    messages: int = 0
+    transactions: int = 0
+
+
+Decided = Mapping[str, Decision]
 
 
 class Step(NamedTuple):
@@ -96,19 +109,31 @@ class Target(msgspec.Struct, frozen=True):
 
         Raises `ConnectorError` if it then has not what was decided.
         """
-        transaction, end = decided.get(worker, ("", None))
+        decision = decided.get(worker)
         with self.dialled(worker, step) as sink:
             committed, is_open = sink.committed, bool(sink.uncommitted)
             for open_one in sink.uncommitted:
-                sink.resolve(open_one, open_one == transaction)
+                sink.resolve(open_one, decision is not None and open_one == decision.transaction)
         if is_open:  # ask again what it has now
             with self.dialled(worker, step) as sink:
                 committed = sink.committed
-        if end is not None and committed != end:
+        if decision is not None and committed != decision.end:
             raise ConnectorError(
-                f"the sink at {self.address} has {committed} bytes of worker {worker}, and {end} "
-                f"were committed: it is another one, or has lost some; {self.way_out}"
+                f"the sink at {self.address} has {committed} bytes of worker {worker}, and "
+                f"{decision.end} were committed: it is another one, or has lost some; "
+                f"{self.way_out}"
             )
+
+
+def decided_with(decided: Decided, votes: Iterable[SinkVote]) -> dict[str, Decision]:
+    """What is decided once these votes are committed too."""
+    found = dict(decided)
+    for vote in votes:
+        before = decided.get(vote.worker, Decision("", 0))
+        found[vote.worker] = Decision(
+            vote.transaction, vote.end, before.messages + vote.rows, before.transactions + 1
+        )
+    return found
 
 
 def rows_of(batch: Batch, slot: int = 0, slots: int = 1) -> Iterator[Row]:

@@ -61,6 +61,12 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int = 0
     opened: int = 0
     """How often a connector was given it: more than once means that it came again."""
+    damaged: int = 0
+    """Messages that the stream could not hold, and that were left out or told as dead letters."""
+    credits: int = 0
+    """How many frames the connector might still send, when it last sent something."""
+    lag_ms: int | None = None
+    """How old the last message was when it was stored, if it said its time."""
 
     def is_owned(self) -> bool:
         return self.owner is not None and self.until_us > now_us() and not self.owner.is_gone()

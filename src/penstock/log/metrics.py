@@ -1,0 +1,35 @@
+"""Writing measurements to `_system.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.log.api import Commit, Holder, Log
+from penstock.log.compose import Composer, EventOptions
+from penstock.log.names import METRICS
+from penstock.log.objects import Metric
+
+
+class MetricWriter:
+    """Appends measurements, and progress with them, under a name that is soon forgotten."""
+
+    def __init__(self, log: Log, source: str, producer: str) -> None:
+        self._log = log
+        self._producer = producer
+        self._composer = Composer(source, log.limits)
+        self._holder: Holder | None = None
+        self._sequence = 0
+
+    def write(
+        self, metrics: Sequence[Metric], progress: Mapping[str, bytes | None] | None = None
+    ) -> None:
+        """Commit them. Whoever cannot may try again later; nothing must stop for it."""
+        if self._holder is None:
+            self._holder = self._log.hold(self._producer, ephemeral=True)
+        stream = self._log.stream(str(METRICS))
+        admit = self._composer.admit
+        events = [admit(stream, metric, EventOptions(), system=True) for metric in metrics]
+        parts = [self._composer.part(stream, events)] if events else []
+        commit = Commit(parts=parts, progress=progress or {})
+        self._log.commit(self._holder, self._sequence, commit)
+        self._sequence += 1
