@@ -1,4 +1,4 @@
-"""Source connectors: messages of two programs into the embedded log."""
+"""Connectors: messages of two programs into the embedded log, and of a stream into a sink."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 import penstock
 from bench.result import Result
+from penstock.connect.delivery import Delivery
+from penstock.connect.dial import DialOptions
 from penstock.connect.listener import Listener, ListenerOptions
+from penstock.connect.push import Target
 from penstock.connect.registry import records
 from penstock.connect.source import END, Source, SourceConnector
 
 BYTES = 100
 WANTED = 100_000
+ROWS = 65_536
 
 
 class Constant(Source):
@@ -67,12 +73,52 @@ def ingest(folder: Path, quick: bool) -> list[Result]:
     ]
 
 
+def deliver(folder: Path, quick: bool) -> list[Result]:
+    """A stream into files, by two workers, with two-phase commit; the sink is another process."""
+    count = 100_000 if quick else 2_000_000
+    state = folder / "sink"
+    command = [sys.executable, "-m", "penstock.cli", "connect", "file-sink", str(state)]
+    with penstock.open(str(folder / "log.db"), upkeep_interval_ms=0) as log:
+        spec = penstock.declare("raw", content="bytes", partitions=2)
+        log.apply([penstock.CreateStream(spec)])
+        with penstock.Producer(log) as producer:
+            for first in range(0, count, ROWS):
+                rows = min(ROWS, count - first)
+                keys = pa.array([b"%d" % n for n in range(rows)], pa.binary())
+                data = pa.repeat(pa.scalar(b"x" * BYTES), rows)
+                producer.append("raw", pa.record_batch({"data": data, "_key": keys}))
+        sink = subprocess.Popen(
+            [*command, "--at", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert sink.stdout is not None
+            address = sink.stdout.readline().split()[-1]
+            target = Target("bench", address, 2, DialOptions(), "")
+            began = time.monotonic()
+            delivered = Delivery(log, target, "raw", "stream").deliver()
+            took_s = time.monotonic() - began
+        finally:
+            sink.kill()
+            sink.communicate()
+    assert delivered == count
+    return [
+        Result(
+            what=f"The embedded log into a file sink, {count:,} messages of {BYTES} bytes",
+            measured=f"{count / took_s:,.0f} messages/s",
+            beside="two workers, one transaction",
+        )
+    ]
+
+
 def main(address: str, count: int, name: str) -> None:
     with SourceConnector(address, [Constant(name, count)]) as connector:
         connector.finish(600)
 
 
-BENCHMARKS: dict[str, Callable[[Path, bool], list[Result]]] = {"connectors": ingest}
+BENCHMARKS: dict[str, Callable[[Path, bool], list[Result]]] = {
+    "connectors": ingest,
+    "sinks": deliver,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
