@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import redis
 
 from penstock.testing.servers import PostgresServer, RedisServer, ServerError
 
@@ -33,3 +34,17 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
     with needed("POSTGRESQL"), PostgresServer(tmp_path_factory.mktemp("postgres")) as server:
         yield server
+
+
+@pytest.fixture
+def server(redis_server: RedisServer) -> RedisServer:
+    """A Redis with nothing in it."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url) as found:
+        yield found

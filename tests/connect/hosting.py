@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from penstock import Log, read_events
 from penstock.connect.dial import DialOptions, SinkWorker
@@ -22,6 +23,7 @@ from penstock.connect.source import ConnectorOptions, Source, SourceConnector
 from penstock.errors import ConnectorError, SinkGoneError
 from penstock.failpoints import ENVIRONMENT
 from penstock.testing.processes import wait_until
+from penstock.testing.servers import RedisServer
 
 RAW = ListenerOptions(routes=[("*", "raw")])
 QUICK = ConnectorOptions(backoff_s=0.05, backoff_s_max=0.2)
@@ -153,3 +155,16 @@ class Pusher:
         return SinkWorker(
             self._address, self._worker, (self._attempt,), DialOptions(timeout_s=10.0)
         )
+
+
+def start_redis(server: RedisServer, client: redis.Redis) -> None:
+    """Until it has loaded what it had."""
+    server.start()
+
+    def is_up() -> bool:
+        try:
+            return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+
+    wait_until(is_up, 30, "Redis")

@@ -297,3 +297,12 @@ def deliver(
         except SinkGoneError:
             time.sleep(0.02)  # a process that was killed is not gone at once
     raise AssertionError("it never got through")
+
+
+def test_why_a_sink_refuses_is_heard_though_it_has_closed(tmp_path: Path) -> None:
+    """It sends its reason and closes while the worker is still sending."""
+    with a_host(tmp_path, cookie="secret") as host:
+        for _ in range(20):
+            with pytest.raises(ConnectorError, match="the cookie is not the sink's"):
+                with SinkWorker(address_of(host), "w", (1,)) as worker:
+                    worker.send(rows(*["x" * 1000] * 1000))

@@ -280,3 +280,17 @@ def feed_under_kills(log: Log, total: int, request: pytest.FixtureRequest) -> No
         opened = max(record.opened for record in records(log))
     assert opened > 3, "the kills came too late"
     assert data_of(log) == Counter(f"{name}:{n}" for name in ("a", "b") for n in range(total))
+
+
+def test_a_listener_that_is_away_is_told_of_once(log: Log) -> None:
+    told: list[str] = []
+    options = ConnectorOptions(backoff_s=0.01, backoff_s_max=0.05, tell=told.append)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    with SourceConnector(address, [Numbers("a", 10)], options) as connector:
+        wait_until(lambda: told, 30, "something being said")
+        with Listener(log, ListenerOptions(routes=RAW.routes, address=address)):
+            connector.finish(30)
+    assert len(told) == 2
+    assert told[0].startswith(f"the listener at {address} is away (")
+    assert told[1] == f"the listener at {address} is back"

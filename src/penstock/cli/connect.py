@@ -117,7 +117,7 @@ def kafka_source(  # noqa: PLR0913  one parameter per option
     with needing("kafka"):
         from penstock.connect.sources.kafka import KafkaTopics
 
-    options = ConnectorOptions(program="kafka", instance=instance, cookie=cookie)
+    options = ConnectorOptions(program="kafka", instance=instance, cookie=cookie, tell=note)
     found = KafkaTopics(
         to, servers, topics, group, start=start, on_gone=on_gone, options=options,
         settings=dict(_setting(item) for item in setting or []),
@@ -153,12 +153,12 @@ def redis_source(  # noqa: PLR0913  one parameter per option
 ) -> None:
     """Send the entries of a Redis stream, or the messages of a channel."""
     with needing("redis"):
-        from penstock.connect.sources import redis
+        from penstock.connect.sources import redis, redis_channel
 
     called = name or key
     source: Source
     if subscribe:
-        source = redis.RedisSubscribeSource(called, url, key)
+        source = redis_channel.RedisSubscribeSource(called, url, key)
     elif group:
         source = redis.RedisGroupSource(called, url, key, group, on_gone=on_gone)
     else:
@@ -196,7 +196,9 @@ def postgres_source(
 
 def run_source(source: Source, to: str, cookie: str, instance: str) -> None:
     """Run a source until it ends or is stopped; raises why it cannot go on."""
-    options = ConnectorOptions(program=type(source).__name__, instance=instance, cookie=cookie)
+    options = ConnectorOptions(
+        program=type(source).__name__, instance=instance, cookie=cookie, tell=note
+    )
     stop = threading.Event()
     with (
         stopping(stop, "the connection is ended"),

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import secrets
 import select
 import socket
@@ -42,6 +41,7 @@ from penstock.connect.client import (
     Refused,
     Restarted,
 )
+from penstock.connect.patience import Patience
 from penstock.errors import ConnectorError, ConnectorTimeoutError, ProtocolError, UsageError
 
 T = TypeVar("T")
@@ -57,6 +57,10 @@ class Item(NamedTuple):
     point_of_ref: int
     key: bytes | None = None
     time_ns: int = 0
+
+
+def _silent(line: str) -> None:
+    """Nobody wants to hear it."""
 
 
 class _End:
@@ -76,6 +80,12 @@ class Source:
         if not name:
             raise UsageError("a source's stream has a name")
         self.name = name
+        self.on_tell: Callable[[str], None] = _silent
+        """Where `tell` goes: the connector sets it."""
+
+    def tell(self, line: str) -> None:
+        """Say something to whoever looks after the connector."""
+        self.on_tell(line)
 
     def handle_open(self) -> None:
         """Called before anything else, once."""
@@ -114,6 +124,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.1
     backoff_s_max: float = 10.0
     frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    tell: Callable[[str], None] = _silent
+    """Hears what people may want to know: that the other side is away, that it is back."""
 
 
 class Counts(msgspec.Struct):
@@ -140,6 +152,9 @@ class SourceConnector:
     ) -> None:
         check_address(address)
         self._address = address
+        self.patience = Patience(
+            f"the listener at {address}", options.tell, options.backoff_s, options.backoff_s_max
+        )
         self._sources: dict[str, Source] = {}
         self._options = options
         own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -172,6 +187,7 @@ class SourceConnector:
 
     def add(self, source: Source) -> None:
         """Take another stream in, also while running; one that is being given back, after that."""
+        source.on_tell = self._options.tell
         with self._lock:
             if source.name in self._giving_back:
                 self._waiting[source.name] = source
@@ -237,18 +253,18 @@ class SourceConnector:
     # The thread
 
     def _run(self) -> None:
-        wait_s = self._options.backoff_s
         try:
             while not self._stopping.is_set():
-                began = time.monotonic()
-                with contextlib.suppress(OSError, ProtocolError):  # it is gone: come again
+                began, why = time.monotonic(), "it ended the connection"
+                try:
                     self._connect()
+                except (OSError, ProtocolError) as error:
+                    why = str(error)
                 if self._stopping.is_set():
                     break
                 if time.monotonic() - began > self._options.backoff_s_max:
-                    wait_s = self._options.backoff_s
-                self._stopping.wait(wait_s * (0.5 + random.random()))  # noqa: S311  no secret
-                wait_s = min(wait_s * 2, self._options.backoff_s_max)
+                    self.patience.answered()
+                self._stopping.wait(self.patience.failed(why))
         except ConnectorError as error:
             self.failure = error
         finally:
@@ -332,6 +348,7 @@ class _Talk:
         sources = connector.known()
         match news:
             case Opened(name=name, point_of_ref=point):
+                connector.patience.is_back()
                 self._sent[name] = self._safe[name] = point
                 self._ask_at.pop(name, None)
                 connector.opened(sources[name])

@@ -19,14 +19,13 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+from penstock.connect.patience import Patience
 from penstock.connect.source import Item, Source
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 BATCH_ROWS = 1000
 IDLE_S = 0.02
-BACKOFF_S = 0.05
-BACKOFF_S_MAX = 5.0
 CONNECT_TIMEOUT_S = 5
 TIMEOUT_S = 20.0
 
@@ -121,8 +120,7 @@ class PostgresListenSource(Source):
         self._sent: deque[Item] = deque()
         self._next = 0
         self._look_at = 0.0
-        self._ask_at = 0.0
-        self._wait_s = BACKOFF_S
+        self._patience = Patience("PostgreSQL", self.tell)
         self.connections = 0
 
     def handle_reset(self, point_of_ref: int | None) -> None:
@@ -140,7 +138,7 @@ class PostgresListenSource(Source):
             self._add(data)
 
     def handle_next(self) -> Item | None:
-        if not self._ready and time.monotonic() >= self._ask_at:
+        if not self._ready and self._patience.is_due:
             self._ask()
         if not self._ready:
             return None
@@ -160,13 +158,10 @@ class PostgresListenSource(Source):
         try:
             if self._connection is None:
                 self._connection = self._listening()
-            wait_s = self._fetch(self._connection)
-        except (psycopg.OperationalError, psycopg.InterfaceError):
+            self._patience.answered(self._fetch(self._connection))
+        except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             self._lose()
-            wait_s, self._wait_s = self._wait_s, min(self._wait_s * 2, BACKOFF_S_MAX)
-        else:
-            self._wait_s = BACKOFF_S
-        self._ask_at = time.monotonic() + wait_s
+            self._patience.failed(error)
 
     def _listening(self) -> Connection:
         connection = connected(self._url)

@@ -1,4 +1,4 @@
-"""What is in Redis as a source: a stream, a stream through a consumer group, or a channel.
+"""Redis streams as sources: alone, or through a consumer group.
 
     RedisStreamSource("orders", "redis://127.0.0.1/0", "orders")
 
@@ -9,8 +9,6 @@ asked again, less and less often; the connector lives on meanwhile.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
@@ -21,6 +19,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from penstock.connect.patience import Patience
 from penstock.connect.source import Item, Source
 from penstock.errors import ConnectorError
 
@@ -32,16 +31,10 @@ OnGone = Literal["fail", "skip"]
 HOPELESS = (redis.AuthenticationError, redis.exceptions.AuthorizationError)
 BATCH_ROWS = 1000
 IDLE_S = 0.02
-BACKOFF_S = 0.05
-BACKOFF_S_MAX = 5.0
 CONNECT_TIMEOUT_S = 2.0
 TIMEOUT_S = 5.0
-TICK_S = 0.2
 SEQ_BITS = 20
 SEQ_MAX = (1 << SEQ_BITS) - 1
-BUFFER_BYTES_MAX = 32 << 20
-MESSAGE_BYTES = 200
-"""About what a waiting message takes beside its data."""
 
 
 def client_of(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
@@ -96,28 +89,6 @@ def gone(what: str, key: str) -> ConnectorError:
     )
 
 
-class Patience:
-    """When a server may be asked again: soon if all is well, later each time it is away."""
-
-    def __init__(self) -> None:
-        self._wait_s = BACKOFF_S
-        self._at = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._at
-
-    def answered(self, pause_s: float) -> None:
-        self._wait_s = BACKOFF_S
-        self._at = time.monotonic() + pause_s
-
-    def failed(self) -> float:
-        """How long to wait now."""
-        wait_s, self._wait_s = self._wait_s, min(self._wait_s * 2, BACKOFF_S_MAX)
-        self._at = time.monotonic() + wait_s
-        return wait_s
-
-
 class _EntrySource(Source):
     """What both ways to read a Redis stream share: batches, pauses, and a Redis that is away."""
 
@@ -130,7 +101,7 @@ class _EntrySource(Source):
         self._ready: deque[Item] = deque()
         self._last: int | None = None
         """The last entry that came from Redis."""
-        self._patience = Patience()
+        self._patience = Patience("Redis", self.tell)
 
     def handle_open(self) -> None:
         self._client = client_of(self._url)
@@ -158,8 +129,8 @@ class _EntrySource(Source):
             found = self._fetch(self._client)
         except HOPELESS:
             raise
-        except (redis.ConnectionError, redis.TimeoutError):
-            self._patience.failed()
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            self._patience.failed(error)
         else:
             self._patience.answered(0.0 if found == BATCH_ROWS else IDLE_S)
 
@@ -326,95 +297,3 @@ class RedisGroupSource(_EntrySource):
             if not str(error).startswith("BUSYGROUP"):
                 raise
         self._has_group = True
-
-
-class RedisSubscribeSource(Source):
-    """Messages of Redis channels, at most once.
-
-    Redis keeps no message: what is published while nobody listens is lost, which may have
-    happened between any two of `connections`. What arrives waits in memory until it is safe in
-    the log; past `buffer_bytes_max` the oldest that was not sent is lost, and counted in
-    `dropped`. What waits is lost with the process.
-    """
-
-    def __init__(
-        self, name: str, url: str, *channels: str, buffer_bytes_max: int = BUFFER_BYTES_MAX
-    ) -> None:
-        super().__init__(name)
-        self._url = url
-        self._channels = channels
-        self._room = buffer_bytes_max
-        self._lock = threading.Lock()
-        self._waiting: deque[bytes] = deque()
-        self._sent: deque[Item] = deque()
-        self._next = 0
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name=f"redis-{name}", daemon=True)
-        self._failure: redis.RedisError | None = None
-        self.dropped = 0
-        self.connections = 0
-
-    def handle_open(self) -> None:
-        self._thread.start()
-
-    def handle_close(self) -> None:
-        self._stopping.set()
-        self._thread.join(CONNECT_TIMEOUT_S + TIMEOUT_S)
-
-    def handle_reset(self, point_of_ref: int | None) -> None:
-        with self._lock:
-            self._forget(point_of_ref)
-            self._waiting.extendleft(item.data for item in reversed(self._sent))
-            self._sent.clear()
-        self._next = 0 if point_of_ref is None else point_of_ref + 1
-
-    def handle_next(self) -> Item | None:
-        if self._failure is not None:
-            raise self._failure
-        with self._lock:
-            if not self._waiting:
-                return None
-            item = Item(self._waiting.popleft(), self._next)
-            self._sent.append(item)
-        self._next += 1
-        return item
-
-    def handle_progress(self, stream: str, point_of_ref: int) -> None:  # noqa: ARG002  its own
-        with self._lock:
-            self._forget(point_of_ref)
-
-    def _forget(self, point_of_ref: int | None) -> None:
-        while point_of_ref is not None and self._sent and self._sent[0][1] <= point_of_ref:
-            self._room += len(self._sent.popleft().data) + MESSAGE_BYTES
-
-    def _listen(self) -> None:
-        patience = Patience()
-        while not self._stopping.is_set():
-            try:
-                with client_of(self._url) as client, client.pubsub() as there:
-                    there.subscribe(*self._channels)
-                    while not self._stopping.is_set():
-                        self._heard(there.get_message(timeout=TICK_S))
-                        patience.answered(0.0)
-            except HOPELESS as error:
-                self._failure = error
-                return
-            except (redis.ConnectionError, redis.TimeoutError):
-                self._stopping.wait(patience.failed())
-            except redis.RedisError as error:
-                self._failure = error
-                return
-
-    def _heard(self, message: Mapping[str, object] | None) -> None:
-        if message is None:
-            return
-        if message["type"] == "subscribe":
-            self.connections += 1
-        elif message["type"] == "message":
-            data = cast(bytes, message["data"])
-            with self._lock:
-                self._waiting.append(data)
-                self._room -= len(data) + MESSAGE_BYTES
-                while self._room < 0 and self._waiting:
-                    self._room += len(self._waiting.popleft()) + MESSAGE_BYTES
-                    self.dropped += 1
