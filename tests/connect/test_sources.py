@@ -291,6 +291,6 @@ def test_a_listener_that_is_away_is_told_of_once(log: Log) -> None:
         wait_until(lambda: told, 30, "something being said")
         with Listener(log, ListenerOptions(routes=RAW.routes, address=address)):
             connector.finish(30)
-    assert len(told) == 2
+            assert len(told) == 2
     assert told[0].startswith(f"the listener at {address} is away (")
     assert told[1] == f"the listener at {address} is back"

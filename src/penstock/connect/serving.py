@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,8 @@ from penstock.errors import UsageError
 
 TICK_S = 0.5
 """How often a thread that waits looks whether it is to stop."""
+LINGER_S = 1.0
+"""How long a peer that was told something may take to hang up."""
 READ_BYTES = 1 << 18
 GATHER_BYTES = 1 << 22
 
@@ -154,11 +157,20 @@ class Connection:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._socket.settimeout(TICK_S)
                 reason = self.talk()
+                self._part()
         except OSError as error:
             reason = f"the connection broke: {error}"
         finally:
             self.gone(reason)
             self._forget()
+
+    def _part(self) -> None:
+        """Have the peer hear the last words: closed with something unread, they would be lost."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + LINGER_S
+            while time.monotonic() < deadline and self._socket.recv(READ_BYTES):
+                pass
 
     def interrupt(self) -> None:
         """Have reading end; what the thread is doing is done first. From any thread."""
