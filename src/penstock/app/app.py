@@ -397,11 +397,14 @@ class App:
         check_place(where, address, check_address)
         if not 1 <= workers <= WORKERS_MAX:
             raise AppError(f"{where}: sink {called}: workers is 1 to {WORKERS_MAX}")
+        timeout_us = length(where, timeout, "the timeout") or 0
+        if timeout_us < 1:
+            raise AppError(f"{where}: sink {called}: the timeout must be positive")
         self.define(
             Sinking(
                 name=called, inputs=(stream,), outputs=(), location=where, address=address,
                 workers=workers, cookie=cookie,
-                timeout_s=(length(where, timeout, "the timeout") or 0) / 1e6,
+                timeout_s=timeout_us / 1e6,
             )
         )  # fmt: skip
 

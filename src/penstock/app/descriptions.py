@@ -96,7 +96,7 @@ class SourceDescription(StreamDescription[T]):
 
     def in_script(self, options: ConnectorOptions = ConnectorOptions()) -> SourceClient:
         """The program's half, which writes."""
-        options = msgspec.structs.replace(options, cookie=self.cookie)
+        options = msgspec.structs.replace(options, cookie=self.cookie or options.cookie)
         return SourceClient(self.address, self.name, encoder=self.encode, options=options)
 
 
@@ -116,5 +116,5 @@ class SinkDescription(StreamDescription[T]):
         """The program's half, which reads; what it has not read yet is kept in `folder`."""
         return SinkClient(
             self.address, folder or Path(f"{self.name}.sink"), decoder=decoder(self.decode),
-            options=msgspec.structs.replace(options, cookie=self.cookie),
+            options=msgspec.structs.replace(options, cookie=self.cookie or options.cookie),
         )  # fmt: skip

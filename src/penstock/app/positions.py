@@ -21,7 +21,7 @@ class Position(msgspec.Struct, kw_only=True):
     `producer` the name under which the query commits, so that whoever takes it over can fence
     it. A query that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of
     its state. One that feeds a sink has the `transactions` that its last batch decided to commit,
-    by worker, with where each ends.
+    by worker, with where each ends, and how many workers there are.
     """
 
     producer: str
@@ -34,6 +34,7 @@ class Position(msgspec.Struct, kw_only=True):
     checkpoint: str = ""
     plan: str = ""
     transactions: dict[str, Decision] = {}
+    sink_workers: int = 0
 
 
 def progress_key(app: str, definition: str) -> str:

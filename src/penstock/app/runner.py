@@ -171,13 +171,13 @@ class _Kept:
         )
         self.recent: deque[tuple[float, Step]] = deque(maxlen=STEPS_MAX)
         self.untold: deque[Step] = deque(maxlen=STEPS_MAX)
-        self.failures = 0
+        self.failures = self.faults = 0
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
 
     def tell(self, step: Step) -> None:
         status = self.status
-        self.failures = 0
+        self.failures = self.faults = 0
         status.state = "running"
         status.rows_in += step.rows_in
         status.rows_out += step.rows_out
@@ -297,9 +297,9 @@ class Runner:
                 kept.error = error
                 kept.status.error = str(error)
                 kept.failures += 1
-                is_over = kept.failures >= self._options.tries_max
                 # A sink that is away is waited for: the log keeps what is for it.
-                if not is_worth_trying(error) or (is_over and not isinstance(error, SinkGoneError)):
+                kept.faults += not isinstance(error, SinkGoneError)
+                if not is_worth_trying(error) or kept.faults >= self._options.tries_max:
                     kept.status.state = "failed"
                     return
                 kept.status.state = "restarting"

@@ -19,7 +19,8 @@ from penstock.app.task import (
     Split,
 )
 from penstock.connect.dial import DialOptions
-from penstock.connect.push import SENDING, STARTING, TELLING, Step, Target, decided_with, rows_of
+from penstock.connect.push import SENDING, STARTING, TELLING, Step, Target, rows_of
+from penstock.errors import PlanChangedError
 from penstock.failpoints import failpoint
 from penstock.log.api import Log
 from penstock.log.objects import Stream
@@ -43,12 +44,25 @@ class SinkWork:
 class SinkQuery(Query):
     """A query whose batches go to a sink."""
 
+    _is_settled = False
+
     def start(self) -> None:
         """Begin, or begin again: whatever a worker has voted for is resolved first."""
+        self._is_settled = False
         super().start()
         target, step = self._target, self._step(self.position.sequence, STARTING)
+        if self.position.sink_workers not in (0, target.workers):
+            raise PlanChangedError(
+                f"{self.name} had {self.position.sink_workers} workers, and has {target.workers} "
+                f"now: the sink remembers each of them; go back, or {target.way_out}"
+            )
         for worker in target.names():
             target.resolve_open(worker, self.position.transactions, step)
+        self._is_settled = True
+
+    def is_idle(self) -> bool:
+        """Only once every worker has heard every outcome."""
+        return self._is_settled and super().is_idle()
 
     @property
     def _target(self) -> Target:
@@ -92,7 +106,9 @@ class SinkQuery(Query):
         failpoint("push.voted")
         position = super()._moved(ranges, again, outcomes, order, streams)
         votes = [vote for outcome in outcomes for vote in outcome.votes]
-        position.transactions = decided_with(self.position.transactions, votes)
+        position.transactions = self._target.decided_with(self.position.transactions, votes)
+        position.sink_workers = self._target.workers
+        self._is_settled = False
         return position
 
     def _settle(self, order: BatchOrder, outcomes: Sequence[Outcome]) -> None:
@@ -101,6 +117,7 @@ class SinkQuery(Query):
             for vote in outcome.votes:
                 self._target.tell(vote, self._step(order.sequence, TELLING))
                 failpoint("push.told")
+        self._is_settled = True
 
 
 def target_of(app: str, definition: Sinking) -> Target:

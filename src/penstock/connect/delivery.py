@@ -7,6 +7,7 @@ the decision, by a producer of its own: whoever holds that last is the only one 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -19,18 +20,22 @@ from penstock.connect.push import (
     TELLING,
     Decision,
     Row,
+    SinkVote,
     Step,
     Target,
-    decided_with,
     rows_of,
 )
-from penstock.errors import UsageError
+from penstock.errors import LogError, SinkGoneError, UsageError
 from penstock.failpoints import failpoint
-from penstock.log.api import Commit, Log
+from penstock.log.api import Commit, Committed, Log
 from penstock.log.commit import commit_surely
 
 Kind = Literal["stream", "batch"]
 AT_ONCE_MAX = 8
+ROUND_ROWS = 262_144
+"""So many events of a partition are one transaction at most, where they come by stream."""
+VISIBLE_S = 60.0
+RETRY_S = 0.05
 PREFIX = "sink/"
 
 
@@ -39,6 +44,7 @@ class Delivered(msgspec.Struct, frozen=True):
 
     kind: Kind
     stream: str
+    stream_id: int
     next: dict[int, int] = {}
     transactions: dict[str, Decision] = {}
 
@@ -58,12 +64,17 @@ class Delivery:
         self._holder = log.hold(self._key)
         last = log.last_commit(self._key)
         self._sequence = 0 if last is None else last.sequence + 1
-        saved = log.progress(self._key)
-        self._at = Delivered(kind, stream) if saved is None else _decoder.decode(saved)
+        saved, made = log.progress(self._key), log.stream(stream)
+        self._at = Delivered(kind, stream, made.id) if saved is None else _decoder.decode(saved)
         if self._at.kind != kind:
             raise UsageError(
                 f"the producer {target.query} has written to its sink by {self._at.kind} before: "
                 "use another producer name"
+            )
+        if self._at.stream_id != made.id:
+            raise UsageError(
+                f"the stream {stream} is not the one that the producer {target.query} delivered "
+                "from: it was made anew; use another producer name"
             )
         for worker in target.names():
             target.resolve_open(worker, self._at.transactions, self._step(STARTING))
@@ -72,37 +83,79 @@ class Delivery:
         """Everything that is there and not delivered never will be."""
         self._save(msgspec.structs.replace(self._at, next=self._ends()))
 
-    def deliver(self) -> int:
-        """Push everything that is there, as one; how many events that was."""
-        ends = self._ends()
-        waiting = [n for n in range(self._target.workers) if self._at.next.get(n, 0) < ends[n]]
-        if not waiting:
-            return 0
-        step = self._step(SENDING)
+    def deliver(self, after: Committed | None = None) -> int:
+        """Push everything that is there, that commit included; how many events that was.
+
+        What comes by batch is one transaction. Raises `SinkGoneError` if a worker is away.
+        """
+        rows = 0
+        ends = self._ends_with(after)
+        while True:
+            goal = ends if self._at.kind == "batch" else self._bounded(ends)
+            if all(self._start(p) >= goal[p] for p in goal):
+                return rows
+            rows += self._deliver(goal)
+
+    def _deliver(self, ends: dict[int, int]) -> int:
+        target, step, telling = self._target, self._step(SENDING), self._step(TELLING)
+        waiting = [p for p in sorted(ends) if self._start(p) < ends[p]]
         with ThreadPoolExecutor(min(len(waiting), AT_ONCE_MAX)) as threads:
-            votes = list(
-                threads.map(
-                    lambda n: self._target.push(self._target.name(n), self._rows(n, ends[n]), step),
-                    waiting,
-                )
+            pushed = threads.map(
+                lambda n: target.push(target.name(n), self._rows(n, ends[n]), step), waiting
             )
+            votes = list(pushed)
         failpoint("push.voted")
-        telling = self._step(TELLING)
-        decided = decided_with(self._at.transactions, votes)
+        decided = target.decided_with(self._at.transactions, votes)
         self._save(msgspec.structs.replace(self._at, next=ends, transactions=decided))
         failpoint("push.decided")
         for vote in votes:
-            self._target.tell(vote, telling)
+            self._tell(vote, telling)
             failpoint("push.told")
         return sum(vote.rows for vote in votes)
 
+    def _tell(self, vote: SinkVote, step: Step) -> None:
+        """It is decided: whoever writes a batch must not think that nothing happened."""
+        deadline = time.monotonic() + self._target.options.timeout_s
+        while True:
+            try:
+                return self._target.tell(vote, step)
+            except SinkGoneError as error:
+                if self._at.kind == "batch" and time.monotonic() > deadline:
+                    raise SinkGoneError(
+                        "the rows were voted for and are decided: they become visible when the "
+                        f"sink is back and something is written next; do not write them again "
+                        f"({error})"
+                    ) from error
+                if self._at.kind == "stream":
+                    raise
+                time.sleep(RETRY_S)
+
+    def _bounded(self, ends: dict[int, int]) -> dict[int, int]:
+        return {p: min(end, self._start(p) + ROUND_ROWS) for p, end in ends.items()}
+
+    def _start(self, partition: int) -> int:
+        found = self._at.next.get(partition)
+        return self._log.offsets(self._stream)[partition].first if found is None else found
+
     def _rows(self, partition: int, end: int) -> Iterator[list[Row]]:
-        start = self._at.next.get(partition, 0)
-        for batch in self._log.read(self._stream, partition, start, end):
+        for batch in self._log.read(self._stream, partition, self._start(partition), end):
             yield list(rows_of(batch))
 
     def _ends(self) -> dict[int, int]:
         return {p: offsets.next for p, offsets in self._log.offsets(self._stream).items()}
+
+    def _ends_with(self, after: Committed | None) -> dict[int, int]:
+        """Where partitions end, once everything of the commit can be read."""
+        placements = [] if after is None else after.placements
+        least = [r for p in placements if p.stream == self._stream for r in p.ranges]
+        deadline = time.monotonic() + VISIBLE_S
+        while True:
+            ends = self._ends()
+            if all(ends[partition] >= first + rows for partition, first, rows in least):
+                return ends
+            if time.monotonic() > deadline:
+                raise LogError(f"a commit to {self._stream} cannot be read after {VISIBLE_S} s")
+            time.sleep(RETRY_S)
 
     def _save(self, at: Delivered) -> None:
         progress: dict[str, bytes | None] = {self._key: msgspec.json.encode(at)}

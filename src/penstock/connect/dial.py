@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.connect import wire
 from penstock.connect.addresses import check_address, resolved
+from penstock.connect.effects import PASSING
 from penstock.errors import ConnectorError, ProtocolError, SinkGoneError
 
 STREAM = 1
@@ -55,7 +56,7 @@ class SinkWorker:
         self._credits = 0
         self._rtag = 0
         self.committed = 0
-        """Up to where the sink has this worker's bytes, as it said when it was dialled."""
+        """Up to where the sink has this worker's bytes, as it last said."""
         self.uncommitted: tuple[str, ...] = ()
         """Transactions that the sink has voted for and not heard the outcome of."""
         self.sent = 0
@@ -137,7 +138,9 @@ class SinkWorker:
         def tell() -> None:
             self._send(wire.encode_two_phase(wire.Phase2(transaction, commit)))
             self._ask_uncommitted()
+            self._send(wire.encode(wire.Notify(STREAM, self.worker, 0)))
             self.uncommitted = self._uncommitted()
+            self.committed = self._wait_for(wire.NotifyAck).point_of_ref
             if transaction in self.uncommitted:
                 raise SinkGoneError(f"the sink at {self._where} has not resolved {transaction}")
 
@@ -170,7 +173,7 @@ class SinkWorker:
                 if isinstance(frame, wire.Ack):
                     self._credits += frame.credits
                 if isinstance(frame, wire.Error):
-                    raise ConnectorError(f"the sink at {self._where} says: {frame.message}")
+                    raise self._refused(frame)
                 if isinstance(frame, kind):
                     return frame
             if time.monotonic() > deadline:
@@ -194,7 +197,11 @@ class SinkWorker:
             self._frames += self._parser.feed(self._socket.recv(SEND_BYTES))
         for frame in self._frames:
             if isinstance(frame, wire.Error):
-                raise ConnectorError(f"the sink at {self._where} says: {frame.message}")
+                raise self._refused(frame)
+
+    def _refused(self, told: wire.Error) -> ConnectorError:
+        kind = SinkGoneError if told.message.startswith(PASSING) else ConnectorError
+        return kind(f"the sink at {self._where} says: {told.message}")
 
     def _gone(self, why: str) -> SinkGoneError:
         return SinkGoneError(f"worker {self.worker} lost the sink at {self._where}: {why}")

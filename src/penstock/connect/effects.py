@@ -6,6 +6,9 @@ import msgspec
 
 from penstock.connect import wire
 
+PASSING = "try again later: "
+"""How the reason of a refusal begins that may not hold for long."""
+
 
 class Send(msgspec.Struct, frozen=True):
     """Send this to the other side."""

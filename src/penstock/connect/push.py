@@ -96,13 +96,17 @@ class Target(msgspec.Struct, frozen=True):
                 count += len(rows)
             transaction = f"{worker}/{step.epoch}.{step.batch}"
             if not sink.vote(transaction, sink.committed):
-                raise SinkGoneError(f"worker {worker} votes against batch {step.batch}")
+                raise SinkGoneError(
+                    f"worker {worker} of the sink at {self.address} votes against batch "
+                    f"{step.batch}: what it prints says why; it is asked again"
+                )
             return SinkVote(worker, transaction, sink.committed, sink.sent, count)
 
     def tell(self, vote: SinkVote, step: Step) -> None:
         """The decision is saved: make it visible."""
         with self.dialled(vote.worker, step) as sink:
             sink.resolve(vote.transaction, True)
+            self._check(vote.worker, sink.committed, vote.end)
 
     def resolve_open(self, worker: str, decided: Decided, step: Step) -> None:
         """Tell a worker every outcome that it waits for.
@@ -111,29 +115,34 @@ class Target(msgspec.Struct, frozen=True):
         """
         decision = decided.get(worker)
         with self.dialled(worker, step) as sink:
-            committed, is_open = sink.committed, bool(sink.uncommitted)
-            for open_one in sink.uncommitted:
-                sink.resolve(open_one, decision is not None and open_one == decision.transaction)
-        if is_open:  # ask again what it has now
-            with self.dialled(worker, step) as sink:
-                committed = sink.committed
-        if decision is not None and committed != decision.end:
-            raise ConnectorError(
-                f"the sink at {self.address} has {committed} bytes of worker {worker}, and "
-                f"{decision.end} were committed: it is another one, or has lost some; "
-                f"{self.way_out}"
+            for transaction in sink.uncommitted:
+                is_decided = decision is not None and transaction == decision.transaction
+                sink.resolve(transaction, is_decided)
+            if decision is not None:
+                self._check(worker, sink.committed, decision.end)
+
+    def decided_with(self, decided: Decided, votes: Iterable[SinkVote]) -> dict[str, Decision]:
+        """What is decided once these votes are committed too.
+
+        Raises `ConnectorError` if a vote does not begin where the last decision ends.
+        """
+        found = dict(decided)
+        for vote in votes:
+            before = decided.get(vote.worker)
+            if before is not None:
+                self._check(vote.worker, vote.start, before.end)
+            last = before or Decision("", 0)
+            found[vote.worker] = Decision(
+                vote.transaction, vote.end, last.messages + vote.rows, last.transactions + 1
             )
+        return found
 
-
-def decided_with(decided: Decided, votes: Iterable[SinkVote]) -> dict[str, Decision]:
-    """What is decided once these votes are committed too."""
-    found = dict(decided)
-    for vote in votes:
-        before = decided.get(vote.worker, Decision("", 0))
-        found[vote.worker] = Decision(
-            vote.transaction, vote.end, before.messages + vote.rows, before.transactions + 1
-        )
-    return found
+    def _check(self, worker: str, has: int, decided: int) -> None:
+        if has != decided:
+            raise ConnectorError(
+                f"the sink at {self.address} has {has} bytes of worker {worker}, and {decided} "
+                f"were committed: it is another one, or has lost some; {self.way_out}"
+            )
 
 
 def rows_of(batch: Batch, slot: int = 0, slots: int = 1) -> Iterator[Row]:

@@ -18,10 +18,11 @@ from typing import Generic, Self, TypeVar, cast
 
 import msgspec
 
+from penstock.connect.addresses import is_closed
 from penstock.connect.codecs import Decoder
 from penstock.connect.sink import SinkHost, SinkOptions
 from penstock.connect.spool import Kept, Spool, SpoolSink
-from penstock.errors import ClosedError, ConnectorTimeoutError
+from penstock.errors import ClosedError, ConnectorTimeoutError, UsageError
 
 SPOOL_BYTES_MAX = 1 << 30
 T = TypeVar("T")
@@ -32,7 +33,8 @@ def _as_it_is(data: bytes) -> bytes:
 
 
 class SinkClient(Generic[T]):
-    """Listens at `address` while its block lasts; keeps what is not read yet in `folder`.
+    """Listens at `address` while its block lasts; keeps what is not read yet in `folder`. One
+    thread reads.
 
     A message counts as read when the next one is asked for, or when the block is left in peace: a
     program that is killed before gets it again, and no other. `last` tells its worker, key and
@@ -49,6 +51,8 @@ class SinkClient(Generic[T]):
         spool_bytes_max: int = SPOOL_BYTES_MAX,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
+        if not is_closed(address, options.cookie):
+            raise UsageError(f"anybody who reaches {address} could write: set a cookie")
         self._folder = folder
         self._decoder = decoder
         self._bytes_max = spool_bytes_max
@@ -80,12 +84,15 @@ class SinkClient(Generic[T]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None and self._spool is not None:
-            self._spool.hand_back()
+        if kind is None and self._spool is not None:
+            self._spool.confirm()
         self.close()
 
     def close(self) -> None:
-        """End it; a `read` that waits ends with `ClosedError`. From any thread."""
+        """End it, from any thread: a `read` that waits ends with `ClosedError`.
+
+        The message in hand comes again, unless the block is left in peace after it.
+        """
         self._exits.close()
 
     def _close_spool(self) -> None:

@@ -63,8 +63,12 @@ class Server:
         except OSError as error:
             where = "{}:{}".format(*self._where)
             raise UsageError(f"cannot listen at {where}: {error.strerror}") from error
-        self._socket.settimeout(TICK_S)
-        self._announced.enter_context(announced(self._name, self.address))
+        try:
+            self._socket.settimeout(TICK_S)
+            self._announced.enter_context(announced(self._name, self.address))
+        except BaseException:
+            self._socket.close()
+            raise
         self._thread.start()
         return self
 
@@ -161,8 +165,10 @@ class Connection:
         except OSError as error:
             reason = f"the connection broke: {error}"
         finally:
-            self.gone(reason)
-            self._forget()
+            try:
+                self.gone(reason)
+            finally:
+                self._forget()
 
     def _part(self) -> None:
         """Have the peer hear the last words: closed with something unread, they would be lost."""

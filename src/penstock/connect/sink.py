@@ -28,7 +28,7 @@ from typing import Protocol, Self
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.effects import Send
+from penstock.connect.effects import PASSING, Send
 from penstock.connect.serving import Connection, Server
 from penstock.connect.sinking import (
     Append,
@@ -44,7 +44,7 @@ from penstock.connect.sinking import (
     Vote,
 )
 from penstock.connect.transactions import TransactionLog
-from penstock.errors import ProtocolError
+from penstock.errors import PenstockError, ProtocolError
 from penstock.failpoints import failpoint
 
 TAKEOVER_S = 10.0
@@ -83,12 +83,15 @@ class Sink(Protocol):
 
 
 class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a sink listens. A connection that says nothing for `idle_timeout_s` is closed."""
+    """How a sink listens. A connection that says nothing for `idle_timeout_s` is closed.
+
+    A frame may be larger than the largest event of a log: its JSON is longer than its columns.
+    """
 
     address: str = "127.0.0.1:0"
     cookie: str = ""
     credits: int = 32_768
-    frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    frame_bytes_max: int = 8 * wire.FRAME_BYTES_MAX
     connections_max: int = 1000
     idle_timeout_s: float = 60.0
     send_timeout_s: float = 30.0
@@ -140,21 +143,31 @@ class SinkHost:
     ) -> None:
         self._exits.close()
 
-    def approve(self, worker: str, connection: _Worker) -> bool:
-        """Whether the worker may connect: it is not connected, or only with an older attempt."""
+    def approve(self, worker: str, connection: _Worker) -> str:
+        """Why the worker may not connect: it is connected, or was, with a later attempt."""
         deadline = time.monotonic() + TAKEOVER_S
         with self._changed:
-            if connection.attempt < self._latest.get(worker, ()):
-                return False  # a zombie: somebody newer was here
-            while (there := self._active.get(worker)) is not None:
+            while True:
+                latest = max(
+                    self._latest.get(worker, ()), self.transactions.standing(worker).attempt
+                )
+                if connection.attempt < latest:  # a zombie: somebody newer was here
+                    return (
+                        f"worker {worker} was here with a later attempt, {_dotted(latest)}, and "
+                        f"this is {_dotted(connection.attempt)}: another query has taken over, or "
+                        "its log was made anew, which needs a new folder for this sink"
+                    )
+                there = self._active.get(worker)
+                if there is None:
+                    break
                 if connection.attempt <= there.attempt:
-                    return False
+                    return f"{PASSING}worker {worker} is connected already"
                 there.interrupt()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    return False
+                    return f"{PASSING}worker {worker} is connected already, and busy"
             self._active[worker] = connection
             self._latest[worker] = connection.attempt
-            return True
+            return ""
 
     def forget(self, connection: _Worker) -> None:
         with self._changed:
@@ -223,19 +236,19 @@ class _Worker(Connection):
 
     def _approve(self, asked: Approve) -> Iterable[Effect]:
         if not WORKER.match(asked.worker):
-            return self._session.fail("a worker's name is 1 to 200 letters, digits and . _ @ : / =")
-        self.attempt = attempt_of(asked.program)
-        if not self._host.approve(asked.worker, self):
             return self._session.fail(
-                f"worker {asked.worker} is connected already, or a later attempt was"
+                "a worker's name is 1 to 200 letters, digits and . _ @ : / = + -"
             )
+        self.attempt = self._session.attempt = attempt_of(asked.program)
+        if wrong := self._host.approve(asked.worker, self):
+            return self._session.fail(wrong)
         standing = self._host.transactions.standing(asked.worker)
         try:
             self._sink = self._host.make(asked.worker)
             pending = standing.pending
             self._sink.open(standing.committed, None if pending is None else pending.end)
         except Exception as error:
-            return self._session.fail(f"the target cannot be used: {_told(error)}")
+            return self._session.fail(_failed("the target cannot be used", error))
         self._host.tell(f"worker {asked.worker} ({self.where}) stands at {standing.committed}")
         return self._session.approved(standing)
 
@@ -246,7 +259,7 @@ class _Worker(Connection):
             self._sink.append(messages)
         except Exception as error:
             self._host.tell(f"worker {self._session.worker}: could not append: {_told(error)}")
-            self._session.broken()
+            self._session.broken(_told(error))
 
     def _prepare(self, vote: Vote) -> bool:
         assert self._sink is not None  # noqa: S101  approved before
@@ -254,7 +267,7 @@ class _Worker(Connection):
             failpoint("sink.flush")
             self._sink.flush()
             failpoint("sink.vote")
-            self._save(msgspec.structs.replace(self._session.standing, pending=vote))
+            self._save(self._session.with_vote(vote))
             failpoint("sink.voted")
         except Exception as error:
             self._host.tell(f"worker {self._session.worker}: could not flush: {_told(error)}")
@@ -264,8 +277,6 @@ class _Worker(Connection):
     def _resolve(self, vote: Vote, commit: bool) -> list[Effect]:
         """The target first: if this is interrupted, the outcome is told again."""
         assert self._sink is not None  # noqa: S101  approved before
-        before = self._session.standing
-        committed = vote.end if commit else before.committed
         try:
             failpoint("sink.resolve")
             if commit:
@@ -273,10 +284,10 @@ class _Worker(Connection):
             else:
                 self._sink.abort(vote.start)
             failpoint("sink.resolved")
-            self._save(Standing(committed, None, (vote.transaction, commit)))
+            self._save(self._session.with_outcome(vote, commit))
         except Exception as error:
             what = "commit" if commit else "abort"
-            return self._session.fail(f"could not {what} {vote.transaction}: {_told(error)}")
+            return self._session.fail(_failed(f"could not {what} {vote.transaction}", error))
         self._session.resolved(vote, commit)
         return []
 
@@ -288,6 +299,16 @@ def attempt_of(program: str) -> tuple[int, ...]:
     """The attempt that a worker says it is: numbers that compare from left to right."""
     found = ATTEMPT.search(program)
     return tuple(int(part or 0) for part in found.group(1).split(".")) if found else ()
+
+
+def _failed(what: str, error: Exception) -> str:
+    """What the worker is told; marked if the same may succeed a little later."""
+    is_passing = not isinstance(error, PenstockError) or error.retriable
+    return f"{PASSING if is_passing else ''}{what}: {_told(error)}"
+
+
+def _dotted(attempt: Sequence[int]) -> str:
+    return ".".join(map(str, attempt))
 
 
 def _told(error: Exception) -> str:

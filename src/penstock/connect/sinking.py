@@ -33,12 +33,14 @@ class Standing(msgspec.Struct, frozen=True):
     """What a sink knows of a worker, whatever happens.
 
     Everything before `committed` is visible; `pending` is kept until its outcome is told;
-    `resolved` is the last transaction whose outcome was, and which it was.
+    `resolved` is the last transaction whose outcome was, and which it was; `attempt` the last one
+    that was voted for, so that an older one is refused after a restart too.
     """
 
     committed: int = 0
     pending: Vote | None = None
     resolved: tuple[str, bool] | None = None
+    attempt: tuple[int, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -101,10 +103,13 @@ class SinkSession:
         self._terms = terms
         self.state: State = "initial"
         self.worker = ""
+        self.attempt: tuple[int, ...] = ()
         self.standing = Standing()
         self.received = 0
         """Up to where the worker's bytes have come, since its last `Hello`."""
         self._has_gap = False
+        self._wrong = ""
+        """Why messages could not be taken, if they could not."""
         self._queued: list[wire.Frame] = []
         self._used = 0
         self._refused: str | None = None
@@ -231,6 +236,8 @@ class SinkSession:
             return f"it starts at {start}, and {self.standing.committed} is committed"
         if start > end:
             return f"it starts at {start} and ends at {end}"
+        if self._wrong:
+            return self._wrong
         if self._has_gap or end != self.received:
             return f"it ends at {end}, and what came without a gap ends at {self.received}"
         return ""
@@ -241,7 +248,7 @@ class SinkSession:
             self._has_gap = True
             self._refused = vote.transaction
             return [_reply(wire.Reply(vote.transaction, False))]
-        self.standing = msgspec.structs.replace(self.standing, pending=vote)
+        self.standing = self.with_vote(vote)
         self.state = "phase2"
         return [_reply(wire.Reply(vote.transaction, True))]
 
@@ -251,6 +258,8 @@ class SinkSession:
             return [Resolve(pending, told.commit)]
         if self.standing.resolved == (told.transaction, told.commit):
             return []
+        if self.standing.resolved == (told.transaction, not told.commit):
+            return self.fail(f"{told.transaction} was resolved before, and the other way")
         if not told.commit and told.transaction == self._refused:
             start = self.standing.committed
             return [Resolve(Vote(told.transaction, start, self.received), False)]
@@ -261,14 +270,24 @@ class SinkSession:
 
     def resolved(self, vote: Vote, commit: bool) -> None:
         """The outcome was carried out and saved."""
-        self.standing = Standing(
-            vote.end if commit else self.standing.committed, None, (vote.transaction, commit)
-        )
+        self.standing = self.with_outcome(vote, commit)
         self.state = "phase1"
         self._refused = None
         if not commit:
             self.received = vote.start
             self._has_gap = False
+            self._wrong = ""
+
+    def with_vote(self, vote: Vote) -> Standing:
+        """Where the worker stands once this vote is given."""
+        return msgspec.structs.replace(self.standing, pending=vote, attempt=self.attempt)
+
+    def with_outcome(self, vote: Vote, commit: bool) -> Standing:
+        """Where the worker stands once this outcome is carried out."""
+        committed = vote.end if commit else self.standing.committed
+        return msgspec.structs.replace(
+            self.standing, committed=committed, pending=None, resolved=(vote.transaction, commit)
+        )
 
     # What is decided outside
 
@@ -281,9 +300,10 @@ class SinkSession:
         yield Send(wire.Ok(self._terms.credits))
         yield from self.receive(queued)
 
-    def broken(self) -> None:
+    def broken(self, reason: str) -> None:
         """Messages could not be taken: the next vote is against."""
         self._has_gap = True
+        self._wrong = reason
 
     def fail(self, reason: str) -> list[Effect]:
         """End the connection, telling why."""

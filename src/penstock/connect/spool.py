@@ -30,7 +30,7 @@ NOWHERE = PLACED.pack(0, 0)
 
 
 class Kept(NamedTuple):
-    """A message that can be read. `id` grows; which worker sent it does not matter to most."""
+    """A message that can be read. No two have the same `id`; they do not come in its order."""
 
     id: int
     worker: str
@@ -70,14 +70,14 @@ class Spool:
         """The last message of the stretch that was brought to memory, or was read before."""
         self._handed: Kept | None = None
 
-    def hand_back(self) -> None:
-        """The message that was taken last was not read after all."""
-        with self._lock:
-            self._handed = None
-
-    def close(self) -> None:
+    def confirm(self) -> None:
+        """The message that was taken last counts as read."""
         with self._lock:
             self._confirm()
+
+    def close(self) -> None:
+        """What was taken last and not confirmed comes again."""
+        with self._lock:
             self.changed.notify_all()
             self._database.close()
             os.close(self._place)
@@ -91,7 +91,8 @@ class Spool:
             try:
                 yield self._database
             except BaseException:
-                self._database.execute("ROLLBACK")
+                with contextlib.suppress(sqlite3.Error):  # SQLite may have done so already
+                    self._database.execute("ROLLBACK")
                 raise
             self._database.execute("COMMIT")
             self.changed.notify_all()

@@ -54,6 +54,7 @@ class TransactionLog:
                 "choose another folder"
             ) from None
         try:
+            sync_folder(self._path.parent)
             self._load()
         except BaseException:
             self._file.close()
@@ -93,7 +94,8 @@ class TransactionLog:
             self._standings[worker] = standing
             self._lines += 1
             if self._lines > LINES_MAX + len(self._standings):
-                self._condense()
+                with contextlib.suppress(OSError):  # it is saved; the file is only longer
+                    self._condense()
 
     def _load(self) -> None:
         assert self._file is not None  # noqa: S101  within the block

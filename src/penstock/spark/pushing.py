@@ -47,7 +47,7 @@ class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a write into a sink.
 
     `key` names the column that decides the worker; without it the column `_key` does, if there is
-    one. `stream` is where rows wait for their delivery; nothing waits longer than `retention`.
+    one. Rows wait for their delivery in the stream `PRODUCER_sink`, not longer than `retention`.
     """
 
     log: str = "penstock.db"
@@ -55,11 +55,14 @@ class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     producer: str
     workers: int = 1
     key: str | None = None
-    stream: str = ""
     cookie: str = ""
     timeout: str = "60 seconds"
     retention: str = "7 days"
     log_options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def stream(self) -> str:
+        return f"{self.producer}_sink"
 
     @property
     def target(self) -> Target:
@@ -85,7 +88,6 @@ def parse(options: Mapping[str, str]) -> SinkOptions:
     for name in ("address", "producer"):
         if not given.get(name):
             raise UsageError(f"format({FORMAT!r}) needs the option {name}")
-    given.setdefault("stream", f"{given['producer']}_sink")
     try:
         made = msgspec.convert({**given, "log_options": of_log}, SinkOptions, strict=False)
     except msgspec.ValidationError as error:
@@ -94,7 +96,8 @@ def parse(options: Mapping[str, str]) -> SinkOptions:
         raise UsageError(f"the option workers is {made.workers}; it is 1 to {WORKERS_MAX}")
     check_address(made.address)
     parse_stream(made.stream)
-    parse_duration_ms(made.timeout)
+    if parse_duration_ms(made.timeout) < 1:
+        raise UsageError(f"the option timeout is {made.timeout!r}; it must be positive")
     return made
 
 
@@ -128,11 +131,11 @@ class StreamPusher(StreamWriter):
 
     def __init__(self, options: SinkOptions, schema: StructType) -> None:
         super().__init__(options.for_writer)
-        self._target = options
+        self._sink = options
         self._messages = Messages(options, schema)
 
     def __getstate__(self) -> dict[str, object]:
-        ensure_stream(self._target)
+        ensure_stream(self._sink)
         return super().__getstate__()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
@@ -140,16 +143,17 @@ class StreamPusher(StreamWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         super().commit(messages, batchId)
-        options = self._target
+        options = self._sink
         with options.opened() as log:
-            Delivery(log, options.target, options.stream, "stream").deliver()
+            frozen = log.last_commit(options.producer)
+            Delivery(log, options.target, options.stream, "stream").deliver(frozen)
 
 
 class BatchPusher(BatchWriter):
     """Everything becomes visible at once, or nothing: what was not decided never will be."""
 
     def __init__(self, options: SinkOptions, schema: StructType) -> None:
-        self._target = options
+        self._sink = options
         self._messages = Messages(options, schema)
         ensure_stream(options)
         super().__init__(options.for_writer)
@@ -158,12 +162,12 @@ class BatchPusher(BatchWriter):
         return super().write(map(self._messages.of, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        options = self._target
+        options = self._sink
         with options.opened() as log:
             delivery = Delivery(log, options.target, options.stream, "batch")
             delivery.skip()
             super().commit(messages)
-            delivery.deliver()
+            delivery.deliver(log.last_commit(options.producer))
 
 
 class Messages:
@@ -217,5 +221,5 @@ def ensure_stream(options: SinkOptions) -> None:
                 f"the stream {options.stream} has {found.partitions} partitions of "
                 f"{found.spec.content}, and rows for {options.workers} workers wait in as many of "
                 "bytes: their number is fixed when the query is created; write under another "
-                "producer name, or give another stream"
+                "producer name"
             )

@@ -91,8 +91,13 @@ class FileSink:
     def _cut(self, ends: Ends) -> None:
         """Forget everything behind these."""
         last = ends.voted or ends.committed
-        self._save(ends)
         file = self._open_file()
+        if file.seek(0, os.SEEK_END) < last.place:
+            raise UsageError(
+                f"{self.path} is shorter than what was committed: bring it back, or begin anew "
+                "with another folder"
+            )
+        self._save(ends)
         file.truncate(last.place)
         file.seek(last.place)
         os.fsync(file.fileno())

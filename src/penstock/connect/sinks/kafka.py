@@ -25,12 +25,12 @@ from confluent_kafka import (
     TopicPartition,
 )
 from confluent_kafka import Message as KafkaMessage
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
 
 from penstock.connect.sinks.file import safe_name
 from penstock.connect.transactions import sync_folder
 from penstock.connect.wire import Message
-from penstock.errors import ConnectorError, UsageError
+from penstock.errors import ConnectorError, SinkGoneError, UsageError
 
 STANDINGS = "penstock-sinks"
 TIMEOUT_S = 30.0
@@ -39,6 +39,11 @@ MESSAGE_BYTES_MAX = 1_000_000
 """What librdkafka sends at most, unless `message.max.bytes` says otherwise."""
 OVERHEAD_BYTES = 512
 STRETCH_BYTES = 16
+COMPACTED = {
+    # Often, since whoever opens reads all of it.
+    "cleanup.policy": "compact", "segment.ms": "600000", "segment.bytes": "1048576",
+    "min.cleanable.dirty.ratio": "0.01",
+}  # fmt: skip
 FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 Row = tuple[bytes | None, int, bytes]
 Settings = Mapping[str, str | int | bool]
@@ -74,8 +79,8 @@ class KafkaSink:
         self._folder = folder
         self._file_name = safe_name(worker)
         self._settings = {"bootstrap.servers": servers, "log_level": 0, **(settings or {})}
-        limit = self._settings.get("message.max.bytes", MESSAGE_BYTES_MAX)
-        self._message_bytes_max = int(limit) - OVERHEAD_BYTES
+        self._name = f"{topic}/{worker}"
+        self._message_bytes_max = MESSAGE_BYTES_MAX
         self._producer: Producer | None = None
         self._taking: IO[bytes] | None = None
         self._at = 0
@@ -107,7 +112,9 @@ class KafkaSink:
                 )
         assert self._taking is not None  # noqa: S101  open comes first
         for message in messages:
-            row = msgspec.msgpack.encode((message.key, message.event_time, message.payload))
+            # Kafka takes no time that lies ahead.
+            time_ns = min(message.event_time, time.time_ns())
+            row = msgspec.msgpack.encode((message.key, time_ns, message.payload))
             self._taking.write(len(row).to_bytes(4, "big") + row)
         self._at += sum(len(message.payload) for message in messages)
 
@@ -142,17 +149,18 @@ class KafkaSink:
                 for key, time_ns, data in rows_of(file):
                     value = data or (None if key is not None else b"")
                     self._produce(self._topic, value, key, time_ns // 1_000_000)
-                self._produce(self._standings, msgspec.json.encode(done), self._worker.encode(), 0)
+                self._produce(self._standings, msgspec.json.encode(done), self._name.encode(), 0)
                 producer.commit_transaction(TIMEOUT_S)
                 self._standing = done
             except (KafkaException, BufferError) as error:
                 if _is_fenced(error):
                     raise ConnectorError(
-                        f"worker {self._worker} was opened again by somebody else"
+                        f"worker {self._worker} was opened again by somebody else, or its "
+                        f"transaction took more than {TRANSACTION_MS} ms"
                     ) from error
                 self._begin()  # the transaction is over then, one way or the other
                 if self._standing != done:
-                    raise ConnectorError(f"Kafka did not take it: {error}") from error
+                    raise SinkGoneError(f"Kafka did not take it: {error}") from error
 
     def abort(self, start: int) -> None:
         self._forget(None)
@@ -186,7 +194,7 @@ class KafkaSink:
 
     def _begin(self) -> None:
         """Fence whoever was this worker before, end what it left open, and see where it stands."""
-        name = f"penstock-sink-{self._worker}"
+        name = f"penstock-sink-{self._name}"
         self._producer = Producer(
             {
                 "partitioner": "murmur2_random", "transaction.timeout.ms": TRANSACTION_MS,
@@ -197,7 +205,7 @@ class KafkaSink:
             self._producer.init_transactions(TIMEOUT_S)
             self._standing = self._read_standing()
         except KafkaException as error:
-            raise ConnectorError(f"Kafka does not answer: {error}") from error
+            raise SinkGoneError(f"Kafka does not answer: {error}") from error
 
     def _opened(self) -> Producer:
         assert self._producer is not None  # noqa: S101  open comes first
@@ -222,13 +230,20 @@ class KafkaSink:
             there = admin.list_topics(timeout=TIMEOUT_S).topics
             if self._topic not in there:
                 raise UsageError(f"there is no topic {self._topic} in this Kafka: create it first")
+            self._message_bytes_max = self._limit(admin) - OVERHEAD_BYTES
             if self._standings not in there:
-                compacted = {"cleanup.policy": "compact"}
-                new = NewTopic(self._standings, 1, config=compacted)
+                new = NewTopic(self._standings, 1, config=COMPACTED)
                 admin.create_topics([new])[self._standings].result(TIMEOUT_S)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise ConnectorError(f"Kafka does not answer: {error}") from error
+                raise SinkGoneError(f"Kafka does not answer: {error}") from error
+
+    def _limit(self, admin: AdminClient) -> int:
+        """How large a message may be: what the client sends, and what the topic takes."""
+        own = int(self._settings.get("message.max.bytes", MESSAGE_BYTES_MAX))
+        asked = admin.describe_configs([ConfigResource(ResourceType.TOPIC, self._topic)])
+        (found,) = asked.values()
+        return min(own, int(found.result(TIMEOUT_S)["max.message.bytes"].value or own))
 
     def _read_standing(self) -> Standing:
         """The last that was committed. What others have open must end first: it hides ours."""
@@ -236,7 +251,7 @@ class KafkaSink:
         end = self._end(place)
         consumer = Consumer(
             {
-                **self._settings, "group.id": f"penstock-sink-{self._worker}",
+                **self._settings, "group.id": f"penstock-sink-{self._name}",
                 "isolation.level": "read_committed", "enable.auto.commit": False,
                 "enable.partition.eof": True,
             }
@@ -249,12 +264,12 @@ class KafkaSink:
                 message = consumer.poll(0.1)
                 if message is not None and message.error() is None:
                     at = (message.offset() or 0) + 1
-                    if message.key() == self._worker.encode():
+                    if message.key() == self._name.encode():
                         found = msgspec.json.decode(message.value() or b"{}", type=Standing)
                 elif message is not None and _is_end(message):
                     at = message.offset() or 0  # behind the marks of transactions, too
                 if time.monotonic() > deadline:
-                    raise ConnectorError(f"the topic {self._standings} cannot be read in time")
+                    raise SinkGoneError(f"the topic {self._standings} cannot be read in time")
             return found
         finally:
             consumer.close()

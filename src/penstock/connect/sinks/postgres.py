@@ -80,6 +80,7 @@ class PostgresSink:
             raise UsageError("a table's rows are found by one key column or more")
         self._url = url
         self._worker = worker
+        self._own_name = f"{table}/{worker}"
         self._table = identifier(table)
         self._keys = tuple(key_columns)
         self._rehearse = rehearse
@@ -103,14 +104,14 @@ class PostgresSink:
 
     def _begin(self, connection: Connection, committed: int, kept: int | None) -> None:
         connection.execute(TABLES)
-        found = connection.execute(OPEN, (self._worker,)).fetchone()
+        found = connection.execute(OPEN, (self._own_name,)).fetchone()
         done, self._opened = found or (0, 0)
         if done not in (committed, kept):
             raise ConnectorError(
                 f"the database has {done} bytes of worker {self._worker}, and {committed} were "
                 "committed: it is another one, or it has lost some"
             )
-        connection.execute(FORGET, (self._worker, 0 if kept is None else kept + 1))
+        connection.execute(FORGET, (self._own_name, 0 if kept is None else kept + 1))
 
     def append(self, messages: Sequence[Message]) -> None:
         self._rows += [self._row(message) for message in messages]
@@ -118,12 +119,12 @@ class PostgresSink:
 
     def flush(self) -> None:
         with self._own() as (connection, _):
-            connection.execute(FORGET, (self._worker, 0))
+            connection.execute(FORGET, (self._own_name, 0))
             if self._rehearse:
                 self._try(connection)
             with connection.cursor().copy(COPY) as copy:
                 for position, (key, payload) in enumerate(self._rows):
-                    copy.write_row((self._worker, self._at, position, key, payload))
+                    copy.write_row((self._own_name, self._at, position, key, payload))
         self._rows = []
 
     def commit(self, start: int, end: int) -> None:  # noqa: ARG002  the end says it all
@@ -133,7 +134,7 @@ class PostgresSink:
         does not say that it was applied.
         """
         with self._own() as (connection, done):
-            rows = connection.execute(PENDING, (self._worker, end)).fetchall()
+            rows = connection.execute(PENDING, (self._own_name, end)).fetchall()
             if not rows and done < end:
                 raise ConnectorError(
                     f"the bytes of worker {self._worker} up to {end} are not in the database, and "
@@ -141,12 +142,12 @@ class PostgresSink:
                 )
             if rows:
                 self._apply(connection, rows)
-                connection.execute(FORGET, (self._worker, 0))
-                connection.execute(RECORD, (end, self._worker))
+                connection.execute(FORGET, (self._own_name, 0))
+                connection.execute(RECORD, (end, self._own_name))
 
     def abort(self, start: int) -> None:
         with self._own() as (connection, _):
-            connection.execute(FORGET, (self._worker, start))
+            connection.execute(FORGET, (self._own_name, start))
         self._rows, self._at = [], start
 
     def close(self) -> None:
@@ -160,7 +161,7 @@ class PostgresSink:
         assert self._connection is not None  # noqa: S101  open comes first
         connection = self._connection
         with within(connection, self._timeout_s), connection.transaction():
-            found = connection.execute(OWN, (self._worker, self._opened)).fetchone()
+            found = connection.execute(OWN, (self._own_name, self._opened)).fetchone()
             if found is None:
                 raise ConnectorError(f"worker {self._worker} was opened again by somebody else")
             yield connection, found[0]

@@ -29,12 +29,14 @@ class _RedisSink:
     `open` counts up, and whatever an earlier connection still has under way fails by that.
     """
 
-    def __init__(self, url: str, worker: str) -> None:
+    def __init__(self, url: str, worker: str, target: str) -> None:
         self._url = url
         self._worker = worker
-        self._committed = f"penstock:committed:{worker}"
-        self._waiting = f"penstock:waiting:{worker}"
-        self._opened = f"penstock:opened:{worker}"
+        self._own = f"{target}:{worker}"
+        self._committed = f"penstock:committed:{self._own}"
+        self._waiting = f"penstock:waiting:{self._own}"
+        self._opened = f"penstock:opened:{self._own}"
+        self._times = 0
         self._client: redis.Redis | None = None
         self._rows: list[bytes] = []
         self._at = 0
@@ -71,7 +73,7 @@ class _RedisSink:
             together.incr(self._opened)
             if kept is None or (end is not None and end > kept):
                 self._forget(together, end)
-            together.execute()
+            self._times = int(together.execute()[0])
 
     def append(self, messages: Sequence[Message]) -> None:
         self._rows += [msgspec.msgpack.encode(self._row(message)) for message in messages]
@@ -128,14 +130,16 @@ class _RedisSink:
     # Keys
 
     def _guarded(self) -> Pipeline:
-        """A transaction that fails if the worker was opened again since."""
+        """A transaction that fails if the worker was, or is meanwhile, opened again."""
         assert self._client is not None  # noqa: S101  open comes first
         together = self._client.pipeline()
         watch(together, self._opened)
+        if int(cast("bytes | None", together.get(self._opened)) or 0) != self._times:
+            raise ConnectorError(f"worker {self._worker} was opened again by somebody else")
         return together
 
     def _list(self, end: int) -> str:
-        return f"penstock:pending:{self._worker}:{end}"
+        return f"penstock:pending:{self._own}:{end}"
 
     def _done(self, together: Pipeline) -> int:
         return int(cast("bytes | None", together.get(self._committed)) or 0)
@@ -159,7 +163,7 @@ class RedisHashSink(_RedisSink):
     """
 
     def __init__(self, url: str, worker: str, prefix: str) -> None:
-        super().__init__(url, worker)
+        super().__init__(url, worker, prefix)
         self._prefix = prefix.encode()
 
     def _row(self, message: Message) -> Row:
@@ -192,7 +196,7 @@ class RedisPublishSink(_RedisSink):
         stream: str = "",
         entries_max: int | None = None,
     ) -> None:
-        super().__init__(url, worker)
+        super().__init__(url, worker, channel or stream)
         if bool(channel) == bool(stream):
             raise UsageError("either a channel or a stream")
         self._channel = channel
