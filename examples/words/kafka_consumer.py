@@ -7,23 +7,30 @@ from __future__ import annotations
 
 import sys
 
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 from descriptions import Text, Texts
 
 
 def main(servers: str, topic: str) -> None:
     # Where to go on is what the app has safe, so the group's own positions are not asked.
-    consumer = Consumer({"bootstrap.servers": servers, "group.id": "words"})
+    settings = {"group.id": "words", "auto.offset.reset": "error"}
+    consumer = Consumer({"bootstrap.servers": servers, **settings})
     partitions = consumer.list_topics(topic, 10).topics[topic].partitions
     with Texts.from_arguments().in_script() as out:
         places = []
         for partition in partitions:
             safe = out.point_of_ref(partition)
-            places.append(TopicPartition(topic, partition, 0 if safe is None else safe + 1))
+            offset = OFFSET_BEGINNING if safe is None else safe + 1
+            places.append(TopicPartition(topic, partition, offset))
         consumer.assign(places)
         while True:
             message = consumer.poll(1.0)
-            if message is not None and message.error() is None:
+            if message is None:
+                continue
+            error = message.error()
+            if error is not None and not error.retriable():
+                raise KafkaException(error)
+            if error is None:
                 text = Text((message.value() or b"").decode())
                 out.write(text, partition=message.partition(), sequence=message.offset())
 

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import sys
 
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from descriptions import Counts
+
+
+def check(error: KafkaError | None, message: Message) -> None:  # noqa: ARG001  as Kafka calls it
+    """A count that Kafka did not take was not told: the next start tells it again."""
+    if error is not None:
+        raise KafkaException(error)
 
 
 def main(servers: str, topic: str) -> None:
     producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True})
     with Counts.from_arguments().in_script() as counts:
         for count in counts:
-            producer.produce(topic, str(count.count), key=count.word)
+            producer.produce(topic, str(count.count), key=count.word, on_delivery=check)
             producer.flush()
 
 

@@ -23,6 +23,7 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -40,6 +41,7 @@ from penstock.log.commit import commit_surely
 from penstock.log.compose import Composer, EventOptions, Outgoing
 from penstock.log.objects import Stream
 from penstock.log.statements import statements
+from penstock.patience import Patience
 from penstock.records.event import Key, from_microseconds, key_bytes, microseconds, now_us
 
 BATCH_ROWS_MAX = 1000
@@ -117,11 +119,22 @@ def _packed(data: object) -> tuple[str, bytes]:
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[Connection]:
-    """A connection to the database at `sqlite:///path` or `postgresql://…`, for a block."""
+def connected(address: str, *, create: bool = True) -> Iterator[Connection]:
+    """A connection to the database at `sqlite:///path` or `postgresql://…`, for a block.
+
+    A file of SQLite that is not there is made, unless `create` is false. Raises
+    `DatabaseGoneError` if the database cannot be reached.
+    """
     if address.startswith("sqlite:///"):
-        with contextlib.closing(sqlite3.connect(address.removeprefix("sqlite:///"))) as found:
-            yield found
+        path = address.removeprefix("sqlite:///")
+        if not create and not Path(path).exists():
+            raise UsageError(f"there is no database {path}")
+        try:
+            opened = sqlite3.connect(path)
+        except sqlite3.OperationalError as error:
+            raise DatabaseGoneError(f"{path} cannot be opened: {error}") from error
+        with contextlib.closing(opened):
+            yield opened
     elif address.startswith("postgresql://"):
         try:
             psycopg = importlib.import_module("psycopg")
@@ -188,15 +201,18 @@ def _sql(name: str) -> str:
 class Relay:
     """Publishes what is in an outbox; one at a time, a second one fences the first.
 
-    `connect` opens a connection to the database, as often as it is needed.
+    `connect` opens a connection to the database, as often as it is needed; `tell` hears that it is
+    away, and that it is back.
     """
 
     def __init__(
         self,
         log: Log,
         connect: Callable[[], contextlib.AbstractContextManager[Connection]],
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log = log
+        self._tell = tell
         self._connect = connect
         self._composer = Composer("outbox", log.limits)
         self.published = 0
@@ -207,24 +223,26 @@ class Relay:
         Raises `OutboxError` for a row that its stream does not take, `FencedError` if another
         relay has begun.
         """
-        wait_s = POLL_S
+        patience = Patience("the database", self._tell, POLL_S, backoff_s_max)
         while not stop.is_set():
+            why: Exception
             try:
                 with self._connect() as connection:
                     self._hold(connection)
-                    wait_s = POLL_S
+                    patience.answered()
                     while not stop.is_set():
                         if not self.step(connection):
                             stop.wait(POLL_S)
+                return
             except PenstockError as error:
                 if not error.retriable:
                     raise
+                why = error
             except Exception as error:
                 if not _is_away(error):
                     raise
-            if not stop.is_set():
-                stop.wait(wait_s)
-                wait_s = min(wait_s * 2, backoff_s_max)
+                why = error
+            stop.wait(patience.failed(why))
 
     def drain(self) -> int:
         """Publish everything that is there now; how many."""

@@ -39,7 +39,8 @@ def main(path: str) -> None:
     with open_log(path) as log:
         runner = build(
             log, plan(app).only(["numbers_sink"]), InlineBackend(),
-            limits=QueryLimits(batch_rows_max=200), options=RunnerOptions(backoff_ms=20, metrics_interval_ms=0),
+            limits=QueryLimits(batch_rows_max=200),
+            options=RunnerOptions(backoff_ms=20, metrics_interval_ms=0),
         )  # fmt: skip
         runner.start()
         try:

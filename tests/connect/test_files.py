@@ -54,7 +54,7 @@ def test_a_file_is_read_to_its_end_and_then_what_is_new(
 @pytest.mark.row("W9", engine="any")
 def test_a_file_is_followed_through_rotations(tmp_path: Path, log: Log, address: str) -> None:
     path = tmp_path / "in.txt"
-    source = FileSource("in", path)
+    source = FileSource("in", path, quiet_s=0.5)
     with SourceConnector(address, [source]) as connector:
         append(path, "one", "two")
         wait_until(lambda: lines(log) == ["one", "two"], 20, "the first lines")
@@ -67,7 +67,7 @@ def test_a_file_is_followed_through_rotations(tmp_path: Path, log: Log, address:
     append(path, "five")
     path.rename(tmp_path / "in.txt.2")  # while nobody reads
     append(path, "six")
-    with SourceConnector(address, [FileSource("in", path)]):
+    with SourceConnector(address, [FileSource("in", path, quiet_s=0.5)]):
         wait_until(lambda: "six" in lines(log), 20, "the second rotation")
     assert lines(log) == ["one", "two", "three, in two ", "four", "five", "six"]
 
@@ -89,3 +89,66 @@ def test_a_file_that_is_gone(tmp_path: Path, log: Log, address: str, on_gone: st
         else:
             with pytest.raises(ConnectorError, match="not in its folder any more"):
                 connector.finish(30)
+
+
+def read_all(address: str, source: FileSource) -> None:
+    with SourceConnector(address, [source]) as connector:
+        connector.finish(30)
+
+
+def test_several_rotations_while_nobody_reads(tmp_path: Path, log: Log, address: str) -> None:
+    path = tmp_path / "in[1].txt"
+    append(path, "x1")
+    read_all(address, FileSource("in", path, until_end=True))
+    append(path, "x2")
+    for n, texts in ((2, ("y1", "y2")), (1, ("z1",))):
+        path.rename(tmp_path / f"in[1].txt.{n}")
+        append(path, *texts)
+    read_all(address, FileSource("in", path, until_end=True))
+    assert lines(log) == ["x1", "x2", "y1", "y2", "z1"]
+
+
+def test_one_that_was_compressed_before_it_was_read(tmp_path: Path, log: Log, address: str) -> None:
+    path = tmp_path / "in.txt"
+    append(path, "x1")
+    read_all(address, FileSource("in", path, until_end=True))
+    path.rename(tmp_path / "in.txt.2")
+    (tmp_path / "in.txt.1.gz").write_bytes(b"packed")
+    append(path, "z1")
+    with pytest.raises(ConnectorError, match="was compressed before it was read"):
+        read_all(address, FileSource("in", path, until_end=True))
+    read_all(address, FileSource("in", path, until_end=True, on_gone="skip"))
+    assert lines(log) == ["x1", "z1"]
+
+
+def test_whoever_writes_may_still_have_the_old_file(tmp_path: Path, log: Log, address: str) -> None:
+    path = tmp_path / "in.txt"
+    with path.open("a") as writer, SourceConnector(address, [FileSource("in", path, quiet_s=1.0)]):
+        writer.write("old1\n")
+        writer.flush()
+        wait_until(lambda: lines(log) == ["old1"], 20, "the first line")
+        path.rename(tmp_path / "in.txt.1")
+        append(path, "new1")
+        writer.write("old2\n")
+        writer.flush()
+        wait_until(lambda: "new1" in lines(log), 20, "the rotation")
+    assert lines(log) == ["old1", "old2", "new1"]
+
+
+def test_another_file_that_got_the_same_inode(tmp_path: Path, log: Log, address: str) -> None:
+    path = tmp_path / "in.txt"
+    append(path, "one", "two")
+    read_all(address, FileSource("in", path, until_end=True))
+    with path.open("r+") as file:
+        file.write("another file altogether\n")
+    with pytest.raises(ConnectorError, match="not in its folder any more"):
+        read_all(address, FileSource("in", path, until_end=True))
+
+
+def test_a_last_line_without_an_end(tmp_path: Path, log: Log, address: str) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("one\ntwo")
+    read_all(address, FileSource("in", path, until_end=True))
+    assert lines(log) == ["one", "two"]
+    with pytest.raises(ConnectorError, match="there is no file"):
+        read_all(address, FileSource("missing", tmp_path / "missing", until_end=True))

@@ -111,7 +111,7 @@ def test_an_offset_that_is_gone(log: Log, address: str, broker: Brokers, on_gone
     with KafkaTopics(address, topic.server, [topic.name], "g", on_gone=on_gone) as topics:  # type: ignore[arg-type]
         if on_gone == "fail":
             wait_until(lambda: topics.failure, 60, "it noticing")
-            with pytest.raises(ConnectorError, match="offset 10 is not there any more"):
+            with pytest.raises(ConnectorError, match="offset 10 is not there, the first is 20"):
                 topics.check()
             return
         wanted = 20 if on_gone == "earliest" else 10

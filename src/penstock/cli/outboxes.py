@@ -62,7 +62,7 @@ def relay(
         open_named(context, log, log_option) as opened,
         stopping(stop, "what is on its way is published"),
     ):
-        found = outbox.Relay(opened, lambda: outbox.connected(database))
+        found = outbox.Relay(opened, lambda: outbox.connected(database, create=False), note)
         if until_empty:
             found.drain()
         else:

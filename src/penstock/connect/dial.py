@@ -16,6 +16,7 @@ import msgspec
 from penstock.connect import wire
 from penstock.connect.addresses import check_address, resolved
 from penstock.connect.effects import PASSING
+from penstock.connect.sockets import set_up
 from penstock.errors import ConnectorError, ProtocolError, SinkGoneError
 
 STREAM = 1
@@ -69,7 +70,7 @@ class SinkWorker:
         options = self._options
         self._socket = socket.create_connection(resolved(self._where), options.timeout_s)
         try:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_up(self._socket)
             self._socket.settimeout(options.timeout_s)
             who = wire.Hello(
                 wire.SINK_VERSION, options.cookie, f"penstock attempt={self._attempt}", self.worker

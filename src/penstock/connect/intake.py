@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from penstock.connect.registry import SourceRecord
 from penstock.connect.wire import Message
+from penstock.errors import UsageError
 from penstock.log.api import Limits, Part
 from penstock.log.compose import Composer
 from penstock.log.letters import DeadLetter, readable
@@ -26,9 +27,9 @@ class Wrong(NamedTuple):
     reason: str
 
 
-def to_part(
+def to_parts(
     composer: Composer, limits: Limits, stream: Stream, name: str, messages: Sequence[Message]
-) -> tuple[Part | None, list[Wrong]]:
+) -> tuple[list[Part], list[Wrong]]:
     """The events that messages of the connector stream `name` are, and those that are none.
 
     An event's id is the connector stream's name and the message's number. Its key is the
@@ -44,7 +45,24 @@ def to_part(
     else:
         told = []
     if not messages:
-        return None, told
+        return [], told
+    try:
+        return [composer.arrow_part(stream, _columns(stream, name, messages, rows))], told
+    except UsageError as error:
+        if len(messages) == 1:
+            return [], [*told, Wrong(messages[0], str(error))]
+    parts: list[Part] = []
+    half = len(messages) // 2  # which of them it is, is found by halves
+    for some in (messages[:half], messages[half:]):
+        found, wrong_ones = to_parts(composer, limits, stream, name, some)
+        parts += found
+        told += wrong_ones
+    return parts, sorted(told, key=lambda wrong: wrong.message.message_id)
+
+
+def _columns(
+    stream: Stream, name: str, messages: Sequence[Message], rows: pa.RecordBatch
+) -> pa.RecordBatch:
     columns = dict(zip(rows.schema.names, rows.columns, strict=True))
     numbers = pa.array([message.message_id for message in messages], pa.uint64())
     columns["_id"] = pc.binary_join_element_wise(name, numbers.cast(pa.string()), "/")
@@ -54,7 +72,7 @@ def to_part(
     if stream.spec.time is None and any(message.event_time for message in messages):
         times = pa.array([message.event_time // 1000 or None for message in messages], pa.int64())
         columns["_time"] = times.cast(UTC_MICROSECONDS)
-    return composer.arrow_part(stream, pa.record_batch(columns)), told
+    return pa.record_batch(columns)
 
 
 def to_letters(

@@ -13,7 +13,7 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Literal, Self
 
@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.connect import wire
 from penstock.connect.effects import Close, Send
-from penstock.connect.intake import Wrong, to_letters, to_part
+from penstock.connect.intake import Wrong, to_letters, to_parts
 from penstock.connect.measuring import SourceMeter
 from penstock.connect.registry import Claim, Policy, Registry, this_owner
 from penstock.connect.serving import Connection, Server
@@ -34,7 +34,13 @@ from penstock.connect.session import (
     SourceSession,
     Terms,
 )
-from penstock.errors import FencedError, ObjectExistsError, PenstockError, ProtocolError
+from penstock.errors import (
+    FencedError,
+    LogError,
+    ObjectExistsError,
+    PenstockError,
+    ProtocolError,
+)
 from penstock.log.api import Log
 from penstock.log.compose import Composer
 from penstock.log.letters import DeadLetter, dead_name
@@ -139,6 +145,7 @@ class _Connection(Connection):
         self._claims: dict[int, Claim] = {}
         self._is_lost = False
         self._since = time.monotonic()
+        self._patient_until = 0.0
         self._composer: Composer | None = None
 
     def gone(self, reason: str) -> None:
@@ -167,7 +174,9 @@ class _Connection(Connection):
             except FencedError:
                 reason = self.carry_out(self._session.restart())
             except PenstockError as error:
-                self.carry_out(self._session.restart())
+                again = error.retriable or isinstance(error, LogError)
+                told = self._session.restart() if again else self._session.fail(str(error))
+                self.carry_out(told)
                 return f"the log could not be used: {error}"
             if reason:
                 return reason
@@ -175,13 +184,14 @@ class _Connection(Connection):
     def _next(self) -> Iterable[Effect]:
         """What is to be done about what came, or did not come."""
         data = self.gathered()
+        self._patient_until = time.monotonic() + GRACE_S
+        limit_s = self._listener.options.hello_timeout_s
+        if self._session.state == "connected" and time.monotonic() > self._since + limit_s:
+            return self._session.fail("no Hello came in time")
         if data:
             return self._received(data)
         if data is not None:
             return [] if self._is_lost else [Flush(), Close("it closed the connection")]
-        limit_s = self._listener.options.hello_timeout_s
-        if self._session.state == "connected" and time.monotonic() > self._since + limit_s:
-            return self._session.fail("no Hello came in time")
         return []
 
     def _received(self, data: bytes) -> Iterable[Effect]:
@@ -214,12 +224,11 @@ class _Connection(Connection):
         if stream is None:
             return session.fail(f"no route of this listener takes the stream {ask.name}")
         owner = this_owner(self._number, session.program, session.instance)
-        deadline = time.monotonic() + GRACE_S
         take = self._listener.registry.take
         while not isinstance(
             found := take(ask.stream_id, ask.name, stream, owner, self._lose), Claim
         ):
-            if time.monotonic() < deadline:
+            if time.monotonic() < self._patient_until:  # once for all that it asked for
                 self.server.stopping.wait(GRACE_S / 5)
                 continue
             self._listener.tell(f"{self._name} asked for {ask.name}, which another one has")
@@ -241,7 +250,9 @@ class _Connection(Connection):
         if len(waiting) <= 1:
             found = [self._commit(intake) for intake in waiting]
         else:
-            found = list(self._listener.commits.map(self._commit, waiting))
+            commits = [self._listener.commits.submit(self._commit, intake) for intake in waiting]
+            wait(commits)  # all of them: nobody else may use a claim while one still runs
+            found = [commit.result() for commit in commits]
         points = [(i.stream_id, point) for i, (point, _) in zip(waiting, found, strict=True)
                   if point is not None]  # fmt: skip
         effects = self._session.committed(points)
@@ -256,8 +267,7 @@ class _Connection(Connection):
         messages, dropped = intake.taken(), intake.taken_dropped()
         stream = self._log.stream(claim.record.stream)
         composer = self._composed()
-        part, wrong = to_part(composer, self._log.limits, stream, intake.name, messages)
-        parts = [] if part is None else [part]
+        parts, wrong = to_parts(composer, self._log.limits, stream, intake.name, messages)
         reason = None
         on_damage = self._listener.options.on_damage
         if wrong and on_damage == "dead-letter":
@@ -266,8 +276,8 @@ class _Connection(Connection):
         if wrong and on_damage == "stop":
             first = wrong[0].message.message_id
             messages = [message for message in messages if message.message_id < first]
-            part, _ = to_part(composer, self._log.limits, stream, intake.name, messages)
-            parts, wrong = [] if part is None else [part], wrong[:1]
+            parts, _ = to_parts(composer, self._log.limits, stream, intake.name, messages)
+            wrong = wrong[:1]
             reason = f"{_why(intake, wrong[0])}, so stream {stream.name} cannot hold it"
         if not messages:
             return None, reason

@@ -30,6 +30,7 @@ from penstock.records.event import now_us
 Policy = Literal["oldest", "takeover"]
 PREFIX = "source/"
 LEASE_S = 15.0
+LOST_MAX = 100
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -135,11 +136,13 @@ class Registry:
         holder = self._log.hold(_producer(stream_id))
         before = self.record(stream_id) or SourceRecord(name=name, stream=stream)
         taken_from = before.owner if before.is_owned() else None
-        lost = before.lost if taken_from is None else (*before.lost, taken_from.instance)
+        lost: tuple[str, ...] = ()
+        if taken_from is not None:
+            others = {*before.lost, taken_from.instance} - {owner.instance}
+            lost = tuple(sorted(others))[:LOST_MAX]
         record = msgspec.structs.replace(
-            before, name=name, stream=stream, owner=owner, opened=before.opened + 1,
-            lost=lost if taken_from is not None else (),
-        )  # fmt: skip
+            before, name=name, stream=stream, owner=owner, opened=before.opened + 1, lost=lost
+        )
         claim = Claim(self._log, stream_id, holder, record)
         try:
             claim.save(record, [])
@@ -156,6 +159,8 @@ class Registry:
     def _may_take(self, record: SourceRecord, owner: Owner) -> bool:
         if not record.is_owned():
             return True
+        if record.owner is not None and record.owner.instance == owner.instance:
+            return self._policy == "takeover"  # its own, which it has not yet noticed to be broken
         return self._policy == "takeover" and owner.instance not in record.lost
 
     def record(self, stream_id: int) -> SourceRecord | None:

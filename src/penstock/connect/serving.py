@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
 import threading
 import time
@@ -16,7 +17,8 @@ from typing import Any, Self
 
 from penstock.connect import wire
 from penstock.connect.addresses import announced, listening_at
-from penstock.connect.effects import Close
+from penstock.connect.effects import PASSING, Close
+from penstock.connect.sockets import set_up
 from penstock.errors import UsageError
 
 TICK_S = 0.5
@@ -59,10 +61,11 @@ class Server:
 
     def __enter__(self) -> Self:
         try:
-            self._socket = socket.create_server(self._where)
+            family = socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET
+            self._socket = socket.create_server(self._where, family=family)
         except OSError as error:
-            where = "{}:{}".format(*self._where)
-            raise UsageError(f"cannot listen at {where}: {error.strerror}") from error
+            where, why = "{}:{}".format(*self._where), os.strerror(error.errno or 0)
+            raise UsageError(f"cannot listen at {where}: {why}") from error
         try:
             self._socket.settimeout(TICK_S)
             self._announced.enter_context(announced(self._name, self.address))
@@ -121,7 +124,8 @@ class Server:
     def _refuse(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError), peer:
             peer.settimeout(TICK_S)
-            peer.sendall(wire.encode(wire.Error(f"{self._most} connections are open already")))
+            full = f"{PASSING}{self._most} connections are open already"
+            peer.sendall(wire.encode(wire.Error(full)))
 
 
 class Connection:
@@ -157,8 +161,7 @@ class Connection:
         reason = ""
         try:
             with self._socket:
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                set_up(self._socket)
                 self._socket.settimeout(TICK_S)
                 reason = self.talk()
                 self._part()

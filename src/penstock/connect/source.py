@@ -41,8 +41,10 @@ from penstock.connect.client import (
     Refused,
     Restarted,
 )
-from penstock.connect.patience import Patience
+from penstock.connect.effects import PASSING
+from penstock.connect.sockets import set_up
 from penstock.errors import ConnectorError, ConnectorTimeoutError, ProtocolError, UsageError
+from penstock.patience import Patience
 
 T = TypeVar("T")
 SEND_BYTES = 1 << 18
@@ -224,6 +226,10 @@ class SourceConnector:
             if time.monotonic() >= deadline:
                 raise ConnectorTimeoutError(f"not everything was safe within {timeout_s} s")
         self.check()
+        with self._lock:
+            left = sorted(self._sources.keys() - self.done)
+        if left:
+            raise ConnectorError(f"the connector was stopped before {', '.join(left)} was safe")
 
     def check(self) -> None:
         """Raise `ConnectorError` if the connector has given up."""
@@ -267,6 +273,9 @@ class SourceConnector:
                 self._stopping.wait(self.patience.failed(why))
         except ConnectorError as error:
             self.failure = error
+        except Exception as error:
+            self.failure = ConnectorError(f"the connector failed: {type(error).__name__}: {error}")
+            self.failure.__cause__ = error
         finally:
             for name in self._opened:
                 with contextlib.suppress(Exception):
@@ -276,8 +285,7 @@ class SourceConnector:
     def _connect(self) -> None:
         timeout_s = self._options.connect_timeout_s
         with socket.create_connection(resolved(self._address), timeout_s) as peer:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            set_up(peer)
             peer.settimeout(30.0)
             self.counts.connections += 1
             _Talk(self, peer).run()
@@ -293,10 +301,14 @@ class SourceConnector:
     def gave_back(self, name: str) -> None:
         with self._lock:
             self._giving_back.discard(name)
-            self._sources.pop(name, None)
+            source = self._sources.pop(name, None)
+            was_opened = name in self._opened
             self._opened.discard(name)
+            self.done.discard(name)
             if name in self._waiting:
                 self._sources[name] = self._waiting.pop(name)
+        if source is not None and was_opened:
+            called(name, source.handle_close)
 
     def opened(self, source: Source) -> None:
         if source.name not in self._opened:
@@ -318,6 +330,10 @@ class _Talk:
         self._ask_at: dict[str, float] = {}
         self._alone_since = time.monotonic()
         self._is_over = False
+        assert connector._bell is not None  # noqa: S101  start comes first
+        self._poll = select.poll()
+        self._poll.register(peer, select.POLLIN)
+        self._poll.register(connector._bell[0], select.POLLIN)
 
     def run(self) -> None:
         """Until the connection ends. Raises `ConnectorError` where coming again is no use."""
@@ -332,10 +348,11 @@ class _Talk:
     def _listen(self, timeout_s: float) -> None:
         assert self._connector._bell is not None  # noqa: S101  start comes first
         bell = self._connector._bell[0]
-        ready, _, _ = select.select([self._peer, bell], [], [], timeout_s)
-        if bell in ready:
+        found = self._poll.poll(timeout_s * 1000)  # select cannot, where many files are open
+        ready = {descriptor for descriptor, _ in found}
+        if bell.fileno() in ready:
             bell.recv(4096)
-        if self._peer not in ready:
+        if self._peer.fileno() not in ready:
             return
         data = self._peer.recv(SEND_BYTES)
         if not data:
@@ -365,6 +382,8 @@ class _Talk:
                     check_address(address)
                     connector._address = address
                 self._is_over = True
+            case Failed(reason=reason) if reason.startswith(PASSING):
+                raise ProtocolError(reason)  # come again
             case Failed(reason=reason):
                 raise ConnectorError(f"the listener ended the connection: {reason}")
 
@@ -400,7 +419,8 @@ class _Talk:
                 states.pop(name, None)
 
     def _is_safe(self, name: str) -> bool:
-        return self._sent.get(name) == self._safe.get(name)
+        sent, safe = self._sent.get(name), self._safe.get(name)
+        return sent is None or (safe is not None and sent <= safe)
 
     def _note_done(self, name: str) -> None:
         is_over = self._session.states.get(name) == "ended" and self._is_safe(name)
@@ -427,12 +447,8 @@ class _Talk:
                 self._session.credits += 1  # it was not needed
                 is_over = found is not None
                 break
-            item = Item(*found)
-            chunks.append(
-                wire.encode_message(
-                    wire.Message(number, item.point_of_ref, item.time_ns, item.key, item.data)
-                )
-            )
+            item, frame_bytes = called(source.name, _packed, number, found)
+            chunks.append(frame_bytes)
             size += len(item.data)
             self._sent[name] = item.point_of_ref
         if chunks:
@@ -443,6 +459,12 @@ class _Talk:
             self._peer.sendall(wire.encode(frame))
             self._note_done(name)
         return bool(chunks)
+
+
+def _packed(number: int, found: Item | tuple[bytes, int]) -> tuple[Item, bytes]:
+    item = Item(*found)
+    message = wire.Message(number, item.point_of_ref, item.time_ns, item.key, item.data)
+    return item, wire.encode_message(message)
 
 
 def called(name: str, function: Callable[..., T], *arguments: object) -> T:

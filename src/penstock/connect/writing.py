@@ -24,7 +24,7 @@ from penstock.connect.source import (
     SourceConnector,
     _End,
 )
-from penstock.errors import BufferFullError, ConnectorTimeoutError, UsageError
+from penstock.errors import BufferFullError, ConnectorError, ConnectorTimeoutError, UsageError
 from penstock.records.event import Key, key_bytes
 
 Yielded = tuple[Any, ...] | None
@@ -47,6 +47,11 @@ class BufferedSource(Source):
         self._held: deque[Item] = deque()
         self._sent = 0
         self._last: int | None = None
+        self._top = -1
+        """The highest number that was ever sent, or was safe when the stream was opened."""
+        self._safe = -1
+        self._is_numbered = False
+        """Whether numbers are the author's own."""
         self._is_open = False
         self.changed = threading.Condition()
 
@@ -57,12 +62,13 @@ class BufferedSource(Source):
         with self.changed:
             following = 0 if self._last is None else self._last + 1
             number = following if sequence is None else sequence
-            if number < following:
-                if self._held and number >= self._held[0].point_of_ref:
-                    raise UsageError(
-                        f"message {number} of {self.name} comes after {self._last}: numbers grow"
-                    )
+            self._is_numbered = self._is_numbered or sequence is not None
+            if 0 <= number <= self._safe:
                 return False
+            if number < following or number < 0:
+                raise UsageError(
+                    f"message {number} of {self.name} comes after {self._last}: numbers grow from 0"
+                )
             self._held.append(Item(data, number, key, time_ns))
             self._last = number
             return True
@@ -89,23 +95,44 @@ class BufferedSource(Source):
     # The connector's side
 
     def handle_reset(self, point_of_ref: int | None) -> None:
+        """Raises `ConnectorError` if another program's messages took the place of ours."""
         with self.changed:
+            point = -1 if point_of_ref is None else point_of_ref
+            if self._is_open and not self._is_numbered and point > self._top:
+                self._renumber(point)
             self._forget(point_of_ref)
             self._sent = 0
-            if self._last is None or (point_of_ref is not None and point_of_ref > self._last):
-                self._last = point_of_ref
+            if point >= 0 and (self._last is None or point > self._last):
+                self._last = point
+            self._safe = max(self._safe, point)
+            self._top = max(self._top, point)
             self._is_open = True
             self.changed.notify_all()
 
+    def _renumber(self, point: int) -> None:
+        """Somebody else has written to the stream meanwhile: ours come behind."""
+        if any(item.point_of_ref <= self._top for item in self._held):
+            raise ConnectorError(
+                f"another program has written to {self.name} since: whether the last messages of "
+                "this one are there is not known"
+            )
+        numbered = enumerate(self._held, point + 1)
+        self._held = deque(item._replace(point_of_ref=number) for number, item in numbered)
+        if self._held:
+            self._last = self._held[-1].point_of_ref
+
     def handle_next(self) -> Item | None:
         with self.changed:
-            if self._sent < len(self._held):
-                self._sent += 1
-                return self._held[self._sent - 1]
-            return None
+            if self._sent == len(self._held):
+                return None
+            item = self._held[self._sent]
+            self._sent += 1
+            self._top = max(self._top, item.point_of_ref)
+            return item
 
     def handle_progress(self, stream: str, point_of_ref: int) -> None:  # noqa: ARG002
         with self.changed:
+            self._safe = max(self._safe, point_of_ref)
             self._forget(point_of_ref)
             self.changed.notify_all()
 

@@ -6,7 +6,10 @@ file on the disk a generation is, whatever it is called now, stands in a small f
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import time
 from pathlib import Path
 from typing import IO, Literal
 
@@ -19,12 +22,30 @@ OFFSET_BITS = 44
 READ_BYTES = 1 << 18
 LINE_BYTES_MAX = 1 << 20
 GENERATIONS_KEPT = 100
+HEAD_BYTES = 256
+QUIET_S = 5.0
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+
+
+class Known(msgspec.Struct, frozen=True):
+    """Which file a generation is: its device and inode, and a hash of how it begins.
+
+    A file that was removed may leave its inode to another.
+    """
+
+    device: int
+    inode: int
+    head_bytes: int = 0
+    head: str = ""
+
+    def is_same(self, other: Known) -> bool:
+        return (self.device, self.inode) == (other.device, other.inode)
 
 
 class Generations(msgspec.Struct):
-    """Which file each generation is: its device and inode."""
+    """Which file each generation is."""
 
-    files: dict[int, tuple[int, int]]
+    files: dict[int, Known]
 
     def latest(self) -> int:
         return max(self.files, default=0)
@@ -33,9 +54,11 @@ class Generations(msgspec.Struct):
 class FileSource(Source):
     """Follows `path`; `until_end` ends the stream where the file ends now.
 
-    When the file is renamed and another one takes its place, the old one is read to its end
-    first, as long as it is in the same folder. `on_gone` is what happens if it is not there any
-    more, or was cut: `fail`, or go on with what is there (`skip`).
+    When the file is renamed and another one takes its place, the old one is read on until it has
+    not grown for `quiet_s`, as long as it is in the same folder, under a name that begins like
+    its own; then those follow that came after it, oldest first. `on_gone` is what happens if one
+    is not there any more, was cut, or was compressed before it was read: `fail`, or go on with
+    what is there (`skip`).
     """
 
     def __init__(
@@ -45,18 +68,24 @@ class FileSource(Source):
         *,
         until_end: bool = False,
         on_gone: Literal["fail", "skip"] = "fail",
+        quiet_s: float = QUIET_S,
     ) -> None:
         super().__init__(name)
         self._path = path
         self._until_end = until_end
         self._on_gone = on_gone
+        self._quiet_s = quiet_s
         self._state = path.with_name(f".{path.name}.penstock")
         self._generations = Generations({})
         self._generation = 0
+        self._left_ns: int | None = None
+        """When the file before this one was last written to."""
         self._file: IO[bytes] | None = None
         self._offset = 0
         self._lines: list[bytes] = []
         self._rest = b""
+        self._grown_at = 0.0
+        self._has_waited = False
 
     def handle_open(self) -> None:
         if self._state.exists():
@@ -73,18 +102,30 @@ class FileSource(Source):
     def handle_next(self) -> Item | _End | None:
         while not self._lines:
             if self._file is None and not self._open():
+                self._wait()
                 return None
             if self._read():
                 continue
-            if not self._is_over():
-                return END if self._until_end else None
+            is_over = self._is_over()
+            if is_over is None or (not is_over and not self._until_end):
+                return None
             if self._rest:  # the last line of a file that will not grow any more
                 self._lines, self._rest = [self._rest], b""
-            else:
+            elif is_over:
                 self._turn()
+            else:
+                return END
         line = self._lines.pop()
         self._offset += len(line)
         return Item(line.rstrip(b"\r\n"), (self._generation << OFFSET_BITS) | self._offset)
+
+    def _wait(self) -> None:
+        """There is no such file yet."""
+        if self._until_end and not self._path.exists():
+            raise ConnectorError(f"there is no file {self._path}")
+        if not self._has_waited:
+            self.tell(f"waiting for {self._path}")
+            self._has_waited = True
 
     def handle_close(self) -> None:
         if self._file is not None:
@@ -99,30 +140,58 @@ class FileSource(Source):
         if found is None:
             return False
         self._file = found.open("rb")
-        self._note(_identity_of(self._file))
+        self._note(known_of(self._file))
         if os.fstat(self._file.fileno()).st_size < self._offset:
             self._gone(f"{found} was cut: it has fewer bytes than were read of it")
             self._turn()
             return False
         self._file.seek(self._offset)
+        self._grown_at = time.monotonic()
         return True
 
     def _found(self) -> Path | None:
-        identity = self._generations.files.get(self._generation)
-        if identity is None:
+        known = self._generations.files.get(self._generation)
+        if known is None:
+            return self._successor()
+        for path in self._beside():
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                if known.is_same(known_of(file)) and begins_alike(file, known):
+                    return path
+        self._gone(f"the file that {self._path.name} was is not in its folder any more")
+        self._turn()
+        return None
+
+    def _successor(self) -> Path | None:
+        """The oldest that came after the file before, or the one that is followed."""
+        if self._left_ns is None:
             return self._path if self._path.exists() else None
-        there = (p for p in self._path.parent.glob(f"{self._path.name}*") if p.is_file())
-        found = next((path for path in there if _identity(path) == identity), None)
-        if found is None:
-            self._gone(f"the file that {self._path.name} was is not in its folder any more")
-            self._turn()
-        return found
+        behind = []
+        for path in self._beside():
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat()
+                known = Known(found.st_dev, found.st_ino)
+                is_read = any(known.is_same(k) for k in self._generations.files.values())
+                if found.st_mtime_ns >= self._left_ns and not is_read:
+                    behind.append((found.st_mtime_ns, path))
+        if not behind:
+            return None
+        path = min(behind)[1]
+        if path.suffix in COMPRESSED:
+            self._gone(f"{path} was compressed before it was read")
+            return self._path if self._path.exists() else None
+        return path
+
+    def _beside(self) -> list[Path]:
+        """The file and what it was before, under whatever name begins like its own."""
+        there = (path for path in self._path.parent.iterdir() if path.is_file())
+        return sorted(path for path in there if path.name.startswith(self._path.name))
 
     def _read(self) -> bool:
         assert self._file is not None  # noqa: S101  opened before
         data = self._file.read(READ_BYTES)
         if not data:
             return False
+        self._grown_at = time.monotonic()
         whole, mark, self._rest = (self._rest + data).rpartition(b"\n")
         if len(self._rest) > LINE_BYTES_MAX:
             raise ConnectorError(f"{self._path} has a line of more than {LINE_BYTES_MAX} bytes")
@@ -130,28 +199,36 @@ class FileSource(Source):
         self._lines = [part + b"\n" for part in reversed(parts)]
         return True
 
-    def _is_over(self) -> bool:
-        """Whether another file has taken the place of this one, or it was cut."""
+    def _is_over(self) -> bool | None:
+        """Whether another file has taken its place, or it was cut; `None`: it may yet grow."""
         assert self._file is not None  # noqa: S101  opened before
         if os.fstat(self._file.fileno()).st_size < self._file.tell():
             return True
         try:
-            return _identity(self._path) != _identity_of(self._file)
+            found = self._path.stat()
         except FileNotFoundError:
             return False
+        if Known(found.st_dev, found.st_ino).is_same(known_of(self._file)):
+            return False
+        # Whoever writes may still have the old file open.
+        is_quiet = time.monotonic() >= self._grown_at + self._quiet_s
+        return True if is_quiet or self._until_end else None
 
     def _turn(self) -> None:
         """Go on with the next generation."""
+        if self._file is not None:
+            self._left_ns = os.fstat(self._file.fileno()).st_mtime_ns
+            self._note(known_of(self._file))
         self.handle_close()
         self._generation, self._offset = self._generation + 1, 0
 
-    def _note(self, identity: tuple[int, int]) -> None:
+    def _note(self, known: Known) -> None:
         """Remember which file this generation is, before anything of it is sent."""
         files = self._generations.files
-        if files.get(self._generation) == identity:
+        if files.get(self._generation) == known:
             return
         kept = {n: f for n, f in files.items() if n > self._generation - GENERATIONS_KEPT}
-        self._generations = Generations({**kept, self._generation: identity})
+        self._generations = Generations({**kept, self._generation: known})
         fresh = self._state.with_name(f"{self._state.name}.new")
         with fresh.open("wb") as file:
             file.write(msgspec.json.encode(self._generations))
@@ -164,11 +241,14 @@ class FileSource(Source):
             raise ConnectorError(f"{why}: bring it back, or go on without it (on_gone=skip)")
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
-
-
-def _identity_of(file: IO[bytes]) -> tuple[int, int]:
+def known_of(file: IO[bytes]) -> Known:
+    """What to know an open file by."""
     found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino
+    head = os.pread(file.fileno(), HEAD_BYTES, 0)
+    return Known(found.st_dev, found.st_ino, len(head), hashlib.sha256(head).hexdigest())
+
+
+def begins_alike(file: IO[bytes], known: Known) -> bool:
+    """Whether a file begins as that one did when it was last looked at."""
+    head = os.pread(file.fileno(), known.head_bytes, 0)
+    return not known.head or hashlib.sha256(head).hexdigest() == known.head

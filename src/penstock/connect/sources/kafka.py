@@ -27,7 +27,8 @@ from penstock.connect.source import ConnectorOptions, Item, Source, SourceConnec
 from penstock.errors import ConnectorError
 
 HELD_MAX = 5000
-"""So many messages of a partition wait here; then it is paused."""
+HELD_BYTES_MAX = 32 << 20
+"""So many messages or bytes of a partition wait here; then it is paused."""
 POLL_S = 0.1
 CLOSE_S = 30.0
 Place = tuple[str, int]
@@ -41,6 +42,7 @@ class PartitionSource(Source):
         self.place = place
         self._lock = threading.Lock()
         self._held: deque[Item] = deque()
+        self._held_bytes = 0
         self._goto: tuple[int | None] | None = None
         self._last: int | None = None
         self._has_begun = False
@@ -52,11 +54,16 @@ class PartitionSource(Source):
     def handle_reset(self, point_of_ref: int | None) -> None:
         with self._lock:
             self._held.clear()
+            self._held_bytes = 0
             self._goto = (point_of_ref,)
 
     def handle_next(self) -> Item | None:
         with self._lock:
-            return self._held.popleft() if self._held and self._goto is None else None
+            if not self._held or self._goto is not None:
+                return None
+            item = self._held.popleft()
+            self._held_bytes -= len(item.data)
+            return item
 
     def handle_progress(self, stream: str, point_of_ref: int) -> None:  # noqa: ARG002
         self.safe = point_of_ref
@@ -82,12 +89,19 @@ class PartitionSource(Source):
             if self._goto is None and self._has_begun:
                 self._goto = (self._last,)
 
-    def put(self, item: Item) -> int:
+    def put(self, item: Item) -> bool:
+        """Keep a message; whether there are enough."""
         with self._lock:
             if self._goto is None:
                 self._held.append(item)
+                self._held_bytes += len(item.data)
                 self._last = item.point_of_ref
-            return len(self._held)
+            return len(self._held) >= HELD_MAX or self._held_bytes >= HELD_BYTES_MAX
+
+    @property
+    def has_begun(self) -> bool:
+        with self._lock:
+            return self._has_begun
 
     def held(self) -> int:
         with self._lock:
@@ -165,6 +179,8 @@ class KafkaTopics:
             self.failure = ConnectorError(f"Kafka cannot be read: {error.args[0]}")
         except ConnectorError as error:
             self.failure = error
+        except Exception as error:
+            self.failure = ConnectorError(f"the source failed: {type(error).__name__}: {error}")
 
     def _step(self, consumer: Consumer) -> None:
         for message in consumer.consume(1000, POLL_S):
@@ -192,7 +208,7 @@ class KafkaTopics:
         data = value if isinstance(value, bytes) else b""
         given = key if isinstance(key, bytes) else None
         item = Item(data, offset, given or None, max(0, time_ms) * 1_000_000)
-        if source.put(item) >= HELD_MAX and not source.is_paused:
+        if source.put(item) and not source.is_paused:
             consumer.pause([TopicPartition(*source.place)])
             source.is_paused = True
         self.connector.wake()
@@ -213,7 +229,7 @@ class KafkaTopics:
         try:
             low, high = consumer.get_watermark_offsets(place, timeout=10.0)
             at = (low if self._start == "earliest" else high) if point is None else point + 1
-            place.offset = at if at >= low else self._instead(source, at, low, high)
+            place.offset = at if low <= at <= high else self._instead(source, at, low, high)
             consumer.seek(place)
         except KafkaException:
             return  # not yet: again in a moment
@@ -224,13 +240,15 @@ class KafkaTopics:
     def _instead(self, source: PartitionSource, at: int, low: int, high: int) -> int:
         if self._on_gone == "fail":
             raise ConnectorError(
-                f"{source.name}: offset {at} is not there any more, the first is {low}: keep "
-                "events longer, or say where to go on (on_gone=earliest or latest)"
+                f"{source.name}: offset {at} is not there, the first is {low} and the last "
+                f"{high - 1}: Kafka has removed it, or the topic was made anew; say where to go on "
+                "(on_gone=earliest or latest)"
             )
         return low if self._on_gone == "earliest" else high
 
     def _balance(self, consumer: Consumer, source: PartitionSource) -> None:
-        if source.is_paused and source.asked_position() is None and source.held() < HELD_MAX // 2:
+        is_begun = source.has_begun and source.asked_position() is None
+        if source.is_paused and is_begun and source.held() < HELD_MAX // 2:
             consumer.resume([TopicPartition(*source.place)])
             source.is_paused = False
 

@@ -19,8 +19,8 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from penstock.connect.patience import Patience
 from penstock.connect.source import Item, Source
+from penstock.patience import Patience
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 

@@ -19,9 +19,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.connect.patience import Patience
 from penstock.connect.source import Item, Source
 from penstock.errors import ConnectorError
+from penstock.patience import Patience
 
 Id = tuple[int, int]
 Fields = Mapping[bytes, bytes]
@@ -210,7 +210,8 @@ class RedisGroupSource(_EntrySource):
     An entry is acknowledged (XACK) soon after it is safe in the log. After a reset, delivered
     entries that are safe are acknowledged, and the others come again first, in order. Several
     sources, each with a stream and a `consumer` of its own (its name, if none is given), share a
-    group's entries; entries that somebody claims from another consumer may come twice.
+    group's entries. Do not claim entries for them (XCLAIM, XAUTOCLAIM): those that are older than
+    what is safe are taken for safe, and the consumer they are claimed from may have sent them.
     """
 
     def __init__(

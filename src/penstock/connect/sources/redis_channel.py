@@ -12,9 +12,9 @@ from typing import cast
 
 import redis
 
-from penstock.connect.patience import Patience
 from penstock.connect.source import Item, Source
 from penstock.connect.sources.redis import CONNECT_TIMEOUT_S, HOPELESS, TIMEOUT_S, client_of
+from penstock.patience import Patience
 
 TICK_S = 0.2
 BUFFER_BYTES_MAX = 32 << 20
