@@ -35,8 +35,11 @@ app.sink(even, address, workers=1, timeout="10 seconds")
 
 
 def main(path: str) -> None:
-    """Run the sink of the numbers until everything is through."""
-    with open_log(path) as log:
+    """Run the sink of the numbers until everything is through.
+
+    Nothing else is written meanwhile: one that is stopped must not hold the log's lock.
+    """
+    with open_log(path, upkeep_interval_ms=0) as log:
         runner = build(
             log, plan(app).only(["numbers_sink"]), InlineBackend(),
             limits=QueryLimits(batch_rows_max=200),

@@ -303,3 +303,38 @@ def test_a_read_that_is_just_full_does_not_end_the_connection(listen: Listen) ->
         assert peer.next() == wire.Ack(2, points)
         peer.send(message("s", 2))
         assert peer.next() == wire.Ack(1, ((wire.stream_id("s"), 2),))
+
+
+@pytest.mark.parametrize("on_damage", ["stop", "skip"])
+def test_what_only_the_log_can_refuse_is_damage_too(
+    log: Log, listen: Listen, on_damage: str
+) -> None:
+    """Such as a key that is empty: the connector is not sent away to try for ever."""
+    good, bad = b'{"user": "ada", "amount": 1}', b'{"user": "", "amount": 2}'
+    with Peer(listen("orders", on_damage=on_damage).address) as peer:
+        peer.hello()
+        peer.notify("o")
+        peer.send(*(message("o", n, data) for n, data in enumerate([good, bad, good])))
+        if on_damage == "skip":
+            assert peer.next() == wire.Ack(4, ((wire.stream_id("o"), 2),))
+        else:
+            assert peer.next() == wire.Ack(4, ((wire.stream_id("o"), 0),))
+            found = peer.next()
+            assert isinstance(found, wire.Error)
+            assert "message 1 of o: stream orders: a key is empty" in found.message
+    kept = ["o/0", "o/2"] if on_damage == "skip" else ["o/0"]
+    assert [event.id for event in read_events(log, "orders")] == kept
+
+
+def test_a_peer_that_only_dribbles_is_sent_away(log: Log) -> None:
+    options = ListenerOptions(routes=[("*", "raw")], hello_timeout_s=0.3)
+    with Listener(log, options) as listener, Peer(listener.address) as peer:
+        for byte in wire.encode(wire.Hello("0.0.1", "", "p", "i")):
+            try:
+                peer.socket.sendall(bytes([byte]))
+            except OSError:
+                break
+            time.sleep(0.1)
+        found = peer.next()
+        assert isinstance(found, wire.Error)
+        assert "no Hello came in time" in found.message

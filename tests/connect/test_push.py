@@ -26,7 +26,7 @@ from penstock.testing.apps import AppTest
 from penstock.testing.processes import VICTIMS, RunnerProcess, wait_until
 from tests.connect.hosting import SinkProcess
 from tests.connect.pushing import Number, app
-from tests.connect.test_sinks import address_of, lines
+from tests.connect.test_sinks import address_of, committed_lines
 
 APP = Path(__file__).with_name("pushing.py")
 
@@ -54,7 +54,7 @@ def send(log: Log, numbers: range) -> None:
 
 
 def of_worker(folder: Path, number: int, query: str = "numbers_sink") -> list[Number]:
-    found = lines(folder, f"pushing.{query}-{number}")
+    found = committed_lines(folder, f"pushing.{query}-{number}")
     return [msgspec.json.decode(line, type=Number) for line in found]
 
 
@@ -253,3 +253,65 @@ def push_under_kills(
     check(sink.folder, sent)
     evens = received(sink.folder, "even_sink", 1)
     assert Counter(row.n for row in evens) == Counter(range(0, sent, 2))
+
+
+def test_a_sink_that_was_replaced_meanwhile_is_noticed(tmp_path: Path) -> None:
+    """Not only at the start: the next decision must go on where the last one ended."""
+    made = App("pushing")
+    numbers = made.stream("numbers", Number, key="key")
+    folder = tmp_path / "one"
+    with SinkHost(lambda worker: FileSink(folder, worker), folder) as host:
+        made.sink(numbers, address_of(host), workers=1, timeout="5 seconds")
+        port = host.address[1]
+        run = AppTest(made, tmp_path, tries_max=1).__enter__()
+        run.send(numbers, Number("k", 1))
+        run.until_idle()
+    try:
+        other = tmp_path / "two"
+        options = SinkOptions(address=f"127.0.0.1:{port}")
+        with SinkHost(lambda worker: FileSink(other, worker), other, options):
+            run.send(numbers, Number("k", 2))
+            assert "it is another one, or has lost some" in str(run.until_failed())
+    finally:
+        run.__exit__(None, None, None)
+
+
+def test_the_number_of_workers_must_not_change(tmp_path: Path) -> None:
+    folder = tmp_path / "sink"
+    with SinkHost(lambda worker: FileSink(folder, worker), folder) as host:
+        for workers in (2, 1):
+            made = App("pushing")
+            numbers = made.stream("numbers", Number, key="key")
+            made.sink(numbers, address_of(host), workers=workers)
+            with AppTest(made, tmp_path, tries_max=1) as run:
+                run.send(numbers, Number("k", 1))
+                if workers == 2:
+                    run.until_idle()
+                else:
+                    assert "had 2 workers, and has 1 now" in str(run.until_failed())
+
+
+def test_it_is_not_idle_before_every_worker_has_heard(tmp_path: Path) -> None:
+    """The sink goes away between the vote and the outcome."""
+
+    class Stuck(FileSink):
+        is_stuck = True
+
+        def commit(self, start: int, end: int) -> None:
+            if Stuck.is_stuck:
+                raise OSError("the target is away")
+            super().commit(start, end)
+
+    made = App("pushing")
+    numbers = made.stream("numbers", Number, key="key")
+    with SinkHost(lambda worker: Stuck(tmp_path / "s", worker), tmp_path / "s") as host:
+        made.sink(numbers, address_of(host), workers=1)
+        with AppTest(made, tmp_path, tries_max=1) as run:
+            run.send(numbers, Number("k", 1))
+            wait_until(
+                lambda: host.transactions.standing("pushing.numbers_sink-0").pending, 30, "a vote"
+            )
+            assert not run.runner.until_idle(1.0)
+            Stuck.is_stuck = False
+            run.until_idle()
+            assert host.transactions.standing("pushing.numbers_sink-0").pending is None

@@ -176,3 +176,21 @@ def test_addresses(ports: Path) -> None:
         assert not list(ports.iterdir()), "the one who came last has taken its note away"
     assert resolved("[::1]:80") == ("::1", 80)
     assert SinkOptions().address == "127.0.0.1:0"
+
+
+def test_closing_from_elsewhere_does_not_count_as_having_read(tmp_path: Path) -> None:
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        Pusher("auto:numbers").push("1", "2")
+        assert sink.read() == 1
+        closer = threading.Thread(target=sink.close)
+        closer.start()
+        closer.join(30)
+        with pytest.raises(ClosedError):
+            sink.read()
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        assert [sink.read(timeout=5), sink.read(timeout=5)] == [1, 2]
+
+
+def test_reading_for_anybody_needs_a_cookie(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"anybody who reaches 0.0.0.0:1 could write"):
+        SinkClient("0.0.0.0:1", tmp_path)

@@ -263,3 +263,20 @@ def test_redis_stands_still(
             assert sink.vote("t2", 0)
             sink.resolve("t2", True)
     assert out(client) == ["new"]
+
+
+def test_a_zombie_cannot_replace_what_was_voted_for(
+    server: RedisServer, client: redis.Redis
+) -> None:
+    zombie, sink = entries(server)("w"), entries(server)("w")
+    zombie.open(0, None)
+    zombie.append([Message(1, 0, 0, None, b"old")])
+    sink.open(0, None)
+    sink.append([Message(1, 0, 0, None, b"new")])
+    sink.flush()
+    with pytest.raises(ConnectorError, match="was opened again by somebody else"):
+        zombie.flush()
+    sink.commit(0, 3)
+    assert out(client) == ["new"]
+    zombie.close()
+    sink.close()

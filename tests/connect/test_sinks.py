@@ -15,7 +15,7 @@ from penstock.connect import wire
 from penstock.connect.dial import DialOptions, SinkWorker
 from penstock.connect.sink import SinkHost, SinkOptions
 from penstock.connect.sinking import Standing, Vote
-from penstock.connect.sinks.file import FileSink
+from penstock.connect.sinks.file import Ends, FileSink
 from penstock.connect.transactions import FILE, Line, TransactionLog
 from penstock.errors import ConnectorError, DamagedError, SinkGoneError, UsageError
 from penstock.testing.processes import wait_until
@@ -41,6 +41,16 @@ def address_of(host: SinkHost) -> str:
 def lines(folder: Path, worker: str = "w") -> list[str]:
     path = FileSink(folder, worker).path
     return path.read_text().splitlines() if path.exists() else []
+
+
+def committed_lines(folder: Path, worker: str = "w") -> list[str]:
+    """Without what was only voted for."""
+    path = FileSink(folder, worker).path
+    ends = path.with_suffix(".ends")
+    if not ends.exists():
+        return []
+    place = msgspec.json.decode(ends.read_bytes(), type=Ends).committed.place
+    return path.read_bytes()[:place].decode().splitlines()
 
 
 def rows(*texts: str) -> list[tuple[bytes | None, int, bytes]]:
@@ -306,3 +316,51 @@ def test_why_a_sink_refuses_is_heard_though_it_has_closed(tmp_path: Path) -> Non
             with pytest.raises(ConnectorError, match="the cookie is not the sink's"):
                 with SinkWorker(address_of(host), "w", (1,)) as worker:
                     worker.send(rows(*["x" * 1000] * 1000))
+
+
+def test_an_older_attempt_is_refused_after_a_restart_of_the_sink_too(tmp_path: Path) -> None:
+    """It would abort what a newer one has voted for, and perhaps decided."""
+    with a_host(tmp_path) as host, SinkWorker(address_of(host), "w", (2,)) as newer:
+        newer.send(rows("one"))
+        assert newer.vote("t2", 0)
+    with a_host(tmp_path) as host:
+        with pytest.raises(ConnectorError, match=r"a later attempt, 2, and this is 1: another"):
+            with SinkWorker(address_of(host), "w", (1,)):
+                pass
+        with SinkWorker(address_of(host), "w", (3,)) as newest:
+            assert newest.uncommitted == ("t2",)
+            newest.resolve("t2", True)
+            assert newest.committed == 3
+
+
+def test_an_outcome_cannot_be_taken_back(host: SinkHost) -> None:
+    with SinkWorker(address_of(host), "w", (1,)) as worker:
+        worker.send(rows("one"))
+        assert worker.vote("t1", 0)
+        worker.resolve("t1", False)
+        with pytest.raises(ConnectorError, match="t1 was resolved before, and the other way"):
+            worker.resolve("t1", True)
+
+
+def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path, "w")
+    sink.open(0, None)
+    sink.append([wire.Message(1, 0, 0, None, b"one")])
+    sink.flush()
+    sink.commit(0, 3)
+    sink.close()
+    sink.path.write_bytes(b"")
+    with pytest.raises(UsageError, match="is shorter than what was committed"):
+        sink.open(3, None)
+    sink.close()
+
+
+def test_a_target_that_is_away_is_told_apart_from_one_that_refuses(tmp_path: Path) -> None:
+    class Away(FileSink):
+        def open(self, committed: int, kept: int | None) -> None:
+            raise OSError("no route to host")
+
+    with SinkHost(lambda worker: Away(tmp_path, worker), tmp_path) as host:
+        with pytest.raises(SinkGoneError, match="try again later: the target cannot be used"):
+            with SinkWorker(address_of(host), "w", (1,)):
+                pass

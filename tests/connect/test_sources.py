@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -294,3 +294,71 @@ def test_a_listener_that_is_away_is_told_of_once(log: Log) -> None:
             assert len(told) == 2
     assert told[0].startswith(f"the listener at {address} is away (")
     assert told[1] == f"the listener at {address} is back"
+
+
+class Wrong(Source):
+    """An author's mistake."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__("wrong")
+        self._found = found
+
+    def handle_reset(self, point_of_ref: int | None) -> None:
+        pass
+
+    def handle_next(self) -> Any:
+        return self._found
+
+
+@pytest.mark.parametrize("found", [("text", 1), (b"x", -1), (b"x", 1, None, 0, 5), (b"x", 1 << 70)])
+def test_what_is_no_message_ends_the_connector(log: Log, found: Any) -> None:
+    with Listener(log, RAW) as listener:
+        with SourceConnector(address_of(listener), [Wrong(found)]) as connector:
+            with pytest.raises(ConnectorError, match="source wrong failed"):
+                connector.finish(30)
+
+
+def test_a_source_that_is_given_back_is_closed_and_may_come_again(log: Log) -> None:
+    closed: list[str] = []
+
+    class Closing(Numbers):
+        def handle_close(self) -> None:
+            closed.append(self.name)
+
+    with Listener(log, RAW) as listener:
+        with SourceConnector(address_of(listener), [Closing("a", 5)]) as connector:
+            connector.finish(30)
+            connector.give_back("a")
+            wait_until(lambda: closed == ["a"], 30, "it being closed")
+            connector.add(Closing("a", 10))
+            connector.finish(30)
+    assert data_of(log) == Counter(f"a:{n}" for n in range(10))
+
+
+def test_many_open_files_are_no_obstacle(log: Log) -> None:
+    with ExitStack() as files, Listener(log, RAW) as listener:
+        for _ in range(1100):
+            files.enter_context(open("/dev/null"))
+        with SourceConnector(address_of(listener), [Numbers("a", 10)]) as connector:
+            connector.finish(30)
+
+
+def test_messages_that_were_not_sent_come_behind_those_of_another(log: Log) -> None:
+    """A program without numbers of its own loses nothing to one that was first."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    options = ListenerOptions(routes=RAW.routes, address=address)
+    quick = ConnectorOptions(backoff_s=0.01, backoff_s_max=0.05)
+    with SourceClient(address, "s", options=quick) as one:
+        with Listener(log, options):
+            one.write("a0")
+            one.flush()
+        one.write("a1")
+        one.write("a2")
+        with Listener(log, RAW) as listener, SourceClient(address_of(listener), "s") as two:
+            two.write("b1")
+            two.write("b2")
+            two.flush()
+        with Listener(log, options):
+            one.flush()
+    assert data_of(log) == Counter(["a0", "a1", "a2", "b1", "b2"])

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from penstock import CreateStream, Log, Producer, Record, declare
+from penstock import CreateStream, DropStream, Log, Producer, Record, declare
 from penstock import open as open_log
 from penstock.connect.sink import SinkHost
 from penstock.connect.sinks.file import FileSink
@@ -23,7 +23,7 @@ from penstock.failpoints import ENVIRONMENT, REACHED
 from penstock.spark.pushing import parse
 from penstock.testing.processes import VICTIMS, SparkProcess, wait_until
 from tests.connect.hosting import SinkProcess
-from tests.connect.test_sinks import address_of, lines
+from tests.connect.test_sinks import address_of, committed_lines
 
 PROGRAM = [sys.executable, "-m", "tests.connect.pushing_frames"]
 
@@ -72,12 +72,13 @@ def write(frame: DataFrame, log: Log, host: SinkHost, **options: object) -> None
 def received(folder: Path, producer: str, workers: int) -> list[list[Found]]:
     decoder = msgspec.json.Decoder(Found)
     return [
-        [decoder.decode(line) for line in lines(folder, f"{producer}-{n}")] for n in range(workers)
+        [decoder.decode(line) for line in committed_lines(folder, f"{producer}-{n}")]
+        for n in range(workers)
     ]
 
 
 def check(folder: Path, count: int) -> None:
-    """Every row once, those of a key with one worker and in order; no id twice."""
+    """Every row once, those of a key with one worker; no id twice."""
     shares = received(folder, "frames", 2)
     rows = [row for share in shares for row in share]
     assert Counter(row.n for row in rows) == Counter(range(count))
@@ -94,7 +95,9 @@ def test_a_batch_goes_to_its_workers(
     write(numbers_of(spark, 100).repartition(4), log, host, workers=3)
     write(numbers_of(spark, 10), log, host, workers=3)
     folder = tmp_path / "sink"
-    shares = [[msgspec.json.decode(x) for x in lines(folder, f"numbers-{n}")] for n in range(3)]
+    shares = [
+        [msgspec.json.decode(x) for x in committed_lines(folder, f"numbers-{n}")] for n in range(3)
+    ]
     found = Counter(row["n"] for share in shares for row in share)
     assert found == Counter(range(100)) + Counter(range(10))
     homes = [{row["key"] for row in share} for share in shares]
@@ -142,7 +145,7 @@ def test_a_batch_that_is_voted_against_never_comes(
             write(numbers_of(spark, 10), log, host)
         Full.is_full = False
         write(numbers_of(spark, 3), log, host)
-    assert len(lines(tmp_path, "numbers-0")) == 3
+    assert len(committed_lines(tmp_path, "numbers-0")) == 3
 
 
 @pytest.mark.parametrize(
@@ -168,6 +171,34 @@ def test_the_number_of_workers_is_fixed(spark: SparkSession, log: Log, host: Sin
     write(numbers_of(spark, 1), log, host, workers=2)
     with pytest.raises(Exception, match="their number is fixed when the query is created"):
         write(numbers_of(spark, 1), log, host, workers=3)
+
+
+def test_a_stream_that_was_made_anew_is_noticed(
+    spark: SparkSession, log: Log, host: SinkHost
+) -> None:
+    write(numbers_of(spark, 5), log, host)
+    log.apply([DropStream("numbers_sink")])
+    with pytest.raises(Exception, match="it was made anew; use another producer name"):
+        write(numbers_of(spark, 5), log, host)
+
+
+def test_rows_that_were_decided_are_not_to_be_written_again(
+    spark: SparkSession, log: Log, tmp_path: Path
+) -> None:
+    class Stuck(FileSink):
+        is_stuck = True
+
+        def commit(self, start: int, end: int) -> None:
+            if Stuck.is_stuck:
+                raise OSError("away")
+            super().commit(start, end)
+
+    with SinkHost(lambda worker: Stuck(tmp_path, worker), tmp_path) as host:
+        with pytest.raises(Exception, match="do not write them again"):
+            write(numbers_of(spark, 3), log, host, timeout="1 second")
+        Stuck.is_stuck = False
+        write(numbers_of(spark, 0), log, host)
+    assert len(committed_lines(tmp_path, "numbers-0")) == 3
 
 
 def test_options_have_defaults() -> None:
@@ -245,7 +276,7 @@ def push_under_kills(
     sent, done = 0, 0
 
     def count() -> int:
-        return sum(map(len, (lines(sink.folder, f"frames-{n}") for n in range(2))))
+        return sum(map(len, (committed_lines(sink.folder, f"frames-{n}") for n in range(2))))
 
     while done < kills:
         more = chance.randrange(2000, 4000)
