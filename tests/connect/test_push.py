@@ -17,6 +17,7 @@ import pytest
 from penstock import App, Log, Producer
 from penstock import open as open_log
 from penstock.app.plan import plan
+from penstock.app.reports import sink_rows
 from penstock.app.runner import make_streams
 from penstock.connect.sink import SinkHost, SinkOptions
 from penstock.connect.sinks.file import FileSink
@@ -87,6 +88,10 @@ def test_rows_arrive_once(tmp_path: Path, workers: int) -> None:
             run.restart()
             run.send(numbers, *[Number(f"k{n % 7}", n) for n in range(300, 400)])
             run.until_idle()
+            listed = sink_rows(run.log)
+    assert sum(row.messages for row in listed) == 400
+    assert {row.worker for row in listed} <= {f"pushing.numbers_sink-{n}" for n in range(workers)}
+    assert all(row.transactions >= 1 and row.lag == 0 for row in listed)
     check(folder, 400, workers)
 
 

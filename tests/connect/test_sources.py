@@ -279,6 +279,10 @@ def feed_under_kills(log: Log, total: int, request: pytest.FixtureRequest) -> No
         assert programs.ensure("writer").wait(120) == 0
         opened = max(record.opened for record in records(log))
     assert opened > 3, "the kills came too late"
+    for name in ("a", "b"):
+        texts = [event.data.decode() for event in read_events(log, "raw")]  # type: ignore[attr-defined]
+        mine = [int(text[2:]) for text in texts if text.startswith(name)]
+        assert mine == sorted(mine), "the order of a stream is kept"
     assert data_of(log) == Counter(f"{name}:{n}" for name in ("a", "b") for n in range(total))
 
 

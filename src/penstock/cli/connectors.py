@@ -113,34 +113,29 @@ def list_connectors(
 ) -> None:
     """Every connector stream and sink: who has it, how far it is, and what went through.
 
-    The lag of a source is how old its last message was when it was stored; that of a sink is how
-    many events its query has not pushed yet.
+    How late a source is: how old its last message was when it was stored. What waits for a sink
+    are the events that its query has not pushed yet.
     """
     with open_named(context, log, log_option) as opened:
-        rows = [
-            *(_source(record) for record in sorted(records(opened), key=lambda r: r.name)),
-            *(_sink(row) for row in sink_rows(opened)),
-        ]
+        sources = [_source(record) for record in sorted(records(opened), key=lambda r: r.name)]
+        sinks = [_sink(row) for row in sink_rows(opened)]
     if json:
-        for row in rows:
+        for row in (*sources, *sinks):
             say_json(row)
         return
-    table(
-        (
-            "kind", "connector", "stream", "state", "up to", "messages", "bytes", "lag", "credits",
-            "reconnects", "dropped", "damaged", "transactions",
-        ),
-        [_cells(row) for row in rows],
-    )  # fmt: skip
-
-
-def _cells(row: dict[str, object]) -> list[object]:
-    """As people read it: one column for both kinds of lag, with its unit."""
-    units = {"lag_ms": "ms", "lag_events": "events"}
-    return [
-        f"{value} {units[name]}" if name in units and value is not None else value
-        for name, value in row.items()
-    ]
+    shown = {
+        "source": "connector", "stream": "stream", "state": "state", "up to": "up_to",
+        "messages": "messages", "bytes": "bytes", "ms late": "lag_ms", "credits": "credits",
+        "reconnects": "reconnects",
+    }  # fmt: skip
+    table(list(shown), [[row[name] for name in shown.values()] for row in sources])
+    if sinks:
+        shown = {
+            "sink": "connector", "stream": "stream", "state": "state", "messages": "messages",
+            "bytes": "bytes", "waiting": "lag_events", "transactions": "transactions",
+        }  # fmt: skip
+        say("")
+        table(list(shown), [[row[name] for name in shown.values()] for row in sinks])
 
 
 def _source(record: SourceRecord) -> dict[str, object]:
@@ -151,14 +146,13 @@ def _source(record: SourceRecord) -> dict[str, object]:
         "up_to": None if record.point_of_ref == NEVER else record.point_of_ref,
         "messages": record.messages, "bytes": record.bytes, "lag_ms": record.lag_ms,
         "credits": record.credits, "reconnects": record.opened - 1, "dropped": record.dropped,
-        "damaged": record.damaged, "transactions": None,
+        "damaged": record.damaged,
     }  # fmt: skip
 
 
 def _sink(row: SinkRow) -> dict[str, object]:
     return {
         "kind": "sink", "connector": row.worker, "stream": row.stream, "state": row.state or None,
-        "up_to": row.bytes, "messages": row.messages, "bytes": row.bytes, "lag_events": row.lag,
-        "credits": None, "reconnects": None, "dropped": None, "damaged": None,
+        "messages": row.messages, "bytes": row.bytes, "lag_events": row.lag,
         "transactions": row.transactions,
     }  # fmt: skip

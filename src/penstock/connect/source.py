@@ -43,7 +43,13 @@ from penstock.connect.client import (
 )
 from penstock.connect.effects import PASSING
 from penstock.connect.sockets import set_up
-from penstock.errors import ConnectorError, ConnectorTimeoutError, ProtocolError, UsageError
+from penstock.errors import (
+    ConnectorError,
+    ConnectorTimeoutError,
+    PenstockError,
+    ProtocolError,
+    UsageError,
+)
 from penstock.patience import Patience
 
 T = TypeVar("T")
@@ -371,6 +377,8 @@ class _Talk:
                 connector.opened(sources[name])
                 called(name, sources[name].handle_reset, point)
             case Refused(name=name):
+                if name not in self._ask_at:
+                    self._options.tell(f"another connector has {name}: asking again")
                 self._ask_at[name] = time.monotonic() + 1.0
             case Progressed(name=name, point_of_ref=point):
                 self._safe[name] = point
@@ -471,5 +479,7 @@ def called(name: str, function: Callable[..., T], *arguments: object) -> T:
     """What a source's own code gives; its errors are told apart from those of the connection."""
     try:
         return function(*arguments)
+    except PenstockError as error:
+        raise ConnectorError(f"source {name} failed: {error}") from error
     except Exception as error:
         raise ConnectorError(f"source {name} failed: {type(error).__name__}: {error}") from error

@@ -44,15 +44,7 @@ class TransactionLog:
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise UsageError(
-                f"another process keeps the transactions of {self._path.parent}: stop it, or "
-                "choose another folder"
-            ) from None
+        self._file = self._locked()
         try:
             sync_folder(self._path.parent)
             self._load()
@@ -69,6 +61,22 @@ class TransactionLog:
     ) -> None:
         if self._file is not None:
             self._file.close()
+
+    def _locked(self) -> IO[bytes]:
+        """The file, once nobody else has it; another may have put a new one in its place."""
+        while True:
+            file = self._path.open("a+b")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise UsageError(
+                    f"another process keeps the transactions of {self._path.parent}: stop it, or "
+                    "choose another folder"
+                ) from None
+            if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
+                return file
+            file.close()
 
     def standing(self, worker: str) -> Standing:
         with self._lock:
