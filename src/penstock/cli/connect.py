@@ -34,7 +34,8 @@ CookieOption = Annotated[
     str, typer.Option(envvar="PENSTOCK_COOKIE", help="What the other side wants to know.")
 ]
 NameOption = Annotated[
-    str | None, typer.Option("--name", help="The connector stream's name; by default the source's.")
+    str | None,
+    typer.Option("--name", help="The connector stream's name; by default, such as file/x.log."),
 ]
 InstanceOption = Annotated[
     str, typer.Option("--instance", help="What this connector is called; by default host and pid.")
@@ -89,7 +90,8 @@ def file_source(
     instance: InstanceOption = "",
 ) -> None:
     """Send the lines of a file, and those that are added to it."""
-    source = FileSource(name or path.name, path.resolve(), until_end=until_end, on_gone=on_gone)
+    called = name or f"file/{path.name}"
+    source = FileSource(called, path.resolve(), until_end=until_end, on_gone=on_gone)
     run_source(source, to, cookie, instance)
 
 
@@ -155,14 +157,14 @@ def redis_source(  # noqa: PLR0913  one parameter per option
     with needing("redis"):
         from penstock.connect.sources import redis, redis_channel
 
-    called = name or key
     source: Source
     if subscribe:
-        source = redis_channel.RedisSubscribeSource(called, url, key)
+        source = redis_channel.RedisSubscribeSource(name or f"redis/channel/{key}", url, key)
     elif group:
+        called = name or f"redis/group/{group}/{key}"
         source = redis.RedisGroupSource(called, url, key, group, on_gone=on_gone)
     else:
-        source = redis.RedisStreamSource(called, url, key, on_gone=on_gone)
+        source = redis.RedisStreamSource(name or f"redis/{key}", url, key, on_gone=on_gone)
     run_source(source, to, cookie, instance)
 
 
@@ -189,7 +191,7 @@ def postgres_source(
     with needing("postgres"):
         from penstock.connect.sources.postgres import PostgresListenSource
 
-    called = name or table or channel
+    called = name or (f"postgres/{table}" if table else f"postgres/channel/{channel}")
     source = PostgresListenSource(called, url, channel, table=table, id_column=id_column)
     run_source(source, to, cookie, instance)
 
