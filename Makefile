@@ -32,7 +32,7 @@ tools: ## Install what tests use: kcat, Redis and PostgreSQL (Debian, as root).
 	    --no-install-recommends kcat redis-server postgresql > /dev/null; }
 
 test: $(READY) tools ## Run all tests (what CI runs).
-	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist worksteal
+	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile
 
 soak: $(READY) ## Run the long random fault tests; the seed is printed.
 	$(RUN)/python -m pytest -m soak -s

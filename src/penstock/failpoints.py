@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Literal, cast
 
@@ -113,4 +114,6 @@ def _reach(name: str, action: Action, at: int) -> None:
         raise FailpointError(f"failpoint {name}")
     if REACHED in os.environ:
         Path(os.environ[REACHED]).touch()
-    os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+    # To this thread: sent to the process, another may take it, and this one goes on for a moment.
+    how = signal.SIGKILL if action == "kill" else signal.SIGSTOP
+    signal.pthread_kill(threading.get_ident(), how)

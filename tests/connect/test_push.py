@@ -182,11 +182,14 @@ def wake_a_zombie(folder: Path, log: Log, sink: SinkProcess) -> None:
     send(log, range(600))
     driver = Driver(folder, log, sink)
     with driver.start("push.voted=stop@2") as zombie:
-        wait_until(driver.reached.exists, 60, "the votes")
-        assert driver.run() == 0
-        check(sink.folder, 600)
-        zombie.send_signal(signal.SIGCONT)
-        zombie.wait(90)  # it is refused; or it sees that all is done before it tries
+        try:
+            wait_until(driver.reached.exists, 60, "the votes")
+            assert driver.run() == 0
+            check(sink.folder, 600)
+            zombie.send_signal(signal.SIGCONT)
+            zombie.wait(90)  # it is refused; or it sees that all is done before it tries
+        finally:
+            zombie.kill()
     check(sink.folder, 600)
 
 

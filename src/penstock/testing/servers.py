@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 READY_S = 60.0
+STILL_THERE = "is still in use"
 INSTALL = "apt-get install redis-server postgresql (make tools does)"
 
 
@@ -58,15 +59,23 @@ class _Server:
     def start(self) -> None:
         """Start and wait until it takes connections; raises `ServerError` with what it said."""
         output = self.folder / "output.txt"
-        with output.open("ab") as out:
-            self._process = subprocess.Popen(self._command(), stdout=out, stderr=out)
         deadline = time.monotonic() + READY_S
+        while not self._comes_up(output, deadline):
+            said = output.read_text(errors="replace")[-2000:]
+            self.stop()
+            # What is left of one that was killed takes a moment to go.
+            if STILL_THERE not in said or time.monotonic() > deadline:
+                raise ServerError(f"{type(self).__name__} did not come up:\n{said}")
+            time.sleep(0.2)
+
+    def _comes_up(self, output: Path, deadline: float) -> bool:
+        with output.open("wb") as out:
+            self._process = subprocess.Popen(self._command(), stdout=out, stderr=out)
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                said = output.read_text(errors="replace")[-2000:]
-                self.stop()
-                raise ServerError(f"{type(self).__name__} did not come up:\n{said}")
+                return False
             time.sleep(0.05)
+        return True
 
     def _is_ready(self) -> bool:
         try:
