@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from penstock.spark.session import close_session
 from penstock.testing.apps import test_session
 from penstock.testing.brokers import Brokers, BrokersError, jars
 from penstock.testing.rows import RowPlugin
+from tests.connect.hosting import SinkProcess
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,3 +64,21 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(tmp_path / "log.db")
     broker: Brokers = request.getfixturevalue("broker")
     return f"{broker.url}/t{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Other numbers in every run; the seed is printed, and PENSTOCK_SEED replays one."""
+    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
+    return random.Random(seed)
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> Iterator[SinkProcess]:
+    """A file sink that is not started yet."""
+    found = SinkProcess(tmp_path / "sink")
+    try:
+        yield found
+    finally:
+        found.stop()

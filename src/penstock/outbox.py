@@ -37,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Log
-from penstock.log.commit import commit_surely
+from penstock.log.commit import commit_surely, next_sequence
 from penstock.log.compose import Composer, EventOptions, Outgoing
 from penstock.log.objects import Stream
 from penstock.log.statements import statements
@@ -268,8 +268,7 @@ class Relay:
         self._origin = str(origin[0][0])
         self._producer = f"outbox/{self._origin}"
         self._holder = self._log.hold(self._producer)
-        last = self._log.last_commit(self._producer)
-        self._sequence = 0 if last is None else last.sequence + 1
+        self._sequence = next_sequence(self._log, self._producer)
 
     def step(self, connection: Connection) -> int:
         """Publish the next rows and delete them; how many there were.

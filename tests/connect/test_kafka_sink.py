@@ -171,7 +171,7 @@ def test_an_open_transaction_of_another_sink_hides_nothing(
     sink.flush()
     sink.commit(0, 3)
     monkeypatch.setattr("penstock.connect.sinks.kafka.TIMEOUT_S", 2.0)
-    with pytest.raises(ConnectorError, match="cannot be read in time"):
+    with pytest.raises(ConnectorError, match="could not be read to its end"):
         sink.open(0, 3)
     other.abort_transaction(30)
     monkeypatch.undo()

@@ -39,15 +39,6 @@ def log(tmp_path: Path) -> Iterator[Log]:
         yield opened
 
 
-@pytest.fixture
-def sink(tmp_path: Path) -> Iterator[SinkProcess]:
-    found = SinkProcess(tmp_path / "sink")
-    try:
-        yield found
-    finally:
-        found.stop()
-
-
 def send(log: Log, numbers: range) -> None:
     with Producer(log) as producer:
         for n in numbers:
@@ -195,27 +186,22 @@ def wake_a_zombie(folder: Path, log: Log, sink: SinkProcess) -> None:
 
 @pytest.mark.row("W14", engine="any")
 @pytest.mark.timeout(600)
-def test_random_kills(
-    tmp_path: Path, log: Log, sink: SinkProcess, request: pytest.FixtureRequest
-) -> None:
-    push_under_kills(tmp_path, log, sink, 5, request)
+def test_random_kills(tmp_path: Path, log: Log, sink: SinkProcess, chance: random.Random) -> None:
+    push_under_kills(tmp_path, log, sink, 5, chance)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_many_random_kills(
-    tmp_path: Path, log: Log, sink: SinkProcess, request: pytest.FixtureRequest
+    tmp_path: Path, log: Log, sink: SinkProcess, chance: random.Random
 ) -> None:
-    push_under_kills(tmp_path, log, sink, 25, request)
+    push_under_kills(tmp_path, log, sink, 25, chance)
 
 
 def push_under_kills(
-    folder: Path, log: Log, sink: SinkProcess, kills: int, request: pytest.FixtureRequest
+    folder: Path, log: Log, sink: SinkProcess, kills: int, chance: random.Random
 ) -> None:
     """On Spark: the runner, its JVM, a worker, or the sink; another number of tasks each time."""
-    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
-    chance = random.Random(seed)
     sink.start()
     environment = {"SINK_ADDRESS": sink.address}
     sent, done = 0, 0

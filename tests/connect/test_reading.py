@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -132,11 +131,8 @@ def test_what_nobody_reads_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.row("W7", engine="any")
 def test_a_program_that_is_killed_goes_on_where_it_was(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, chance: random.Random
 ) -> None:
-    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
-    chance = random.Random(seed)
     command = [sys.executable, "-m", "tests.connect.reading_lines", str(tmp_path), "lines"]
     output = tmp_path / "read.txt"
     pusher = Pusher("auto:lines")

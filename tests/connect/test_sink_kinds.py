@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import secrets
 from pathlib import Path
@@ -108,34 +107,32 @@ class KafkaTopics(Kind):
         return self._topic.values(0)
 
 
-def walked(kind: Kind, steps: int, request: pytest.FixtureRequest) -> Walk:
-    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
-    walk = Walk(kind, random.Random(seed))
+def walked(kind: Kind, steps: int, chance: random.Random) -> Walk:
+    walk = Walk(kind, chance)
     walk.go(steps)
     return walk
 
 
 @pytest.mark.row("W12", engine="any")
-def test_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    walked(Files(tmp_path), 300, request)
+def test_files(tmp_path: Path, chance: random.Random) -> None:
+    walked(Files(tmp_path), 300, chance)
 
 
 @pytest.mark.row("W12", engine="any")
-def test_spools(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    walked(Spools(tmp_path), 300, request)
+def test_spools(tmp_path: Path, chance: random.Random) -> None:
+    walked(Spools(tmp_path), 300, chance)
 
 
 @pytest.mark.row("W12", engine="any")
-def test_redis(tmp_path: Path, redis_server: RedisServer, request: pytest.FixtureRequest) -> None:
-    walked(RedisStreams(tmp_path, redis_server.url), 300, request)
+def test_redis(tmp_path: Path, redis_server: RedisServer, chance: random.Random) -> None:
+    walked(RedisStreams(tmp_path, redis_server.url), 300, chance)
 
 
 @pytest.mark.row("W12", engine="any")
-def test_kafka(tmp_path: Path, broker: Brokers, request: pytest.FixtureRequest) -> None:
+def test_kafka(tmp_path: Path, broker: Brokers, chance: random.Random) -> None:
     kind = KafkaTopics(tmp_path, broker.addresses[0])
     kind.looks = False  # reading a topic takes seconds: once, at the end
-    walk = walked(kind, 40, request)
+    walk = walked(kind, 40, chance)
     assert kind._topic.values(len(walk.done)) == walk.done
 
 

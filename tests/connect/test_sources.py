@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import subprocess
@@ -254,15 +253,12 @@ class Programs:
 
 @pytest.mark.row("W5", engine="any")
 @pytest.mark.timeout(240)
-def test_kills_on_either_side(log: Log, request: pytest.FixtureRequest) -> None:
-    feed_under_kills(log, 200_000, request)
+def test_kills_on_either_side(log: Log, chance: random.Random) -> None:
+    feed_under_kills(log, 200_000, chance)
 
 
-def feed_under_kills(log: Log, total: int, request: pytest.FixtureRequest) -> None:
+def feed_under_kills(log: Log, total: int, chance: random.Random) -> None:
     """The listener is killed with -9 again and again, and so is the program that writes."""
-    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
-    chance = random.Random(seed)
 
     def stored() -> int:
         return sum(record.messages for record in records(log))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,19 +32,10 @@ def log(url: str) -> Iterator[Log]:
         yield opened
 
 
-@pytest.fixture
-def sink(tmp_path: Path) -> Iterator[SinkProcess]:
-    found = SinkProcess(tmp_path / "sink")
-    try:
-        yield found
-    finally:
-        found.stop()
-
-
 @pytest.mark.row("W5", engine="any")
-def test_a_listener_and_what_feeds_it_are_killed(log: Log, request: pytest.FixtureRequest) -> None:
+def test_a_listener_and_what_feeds_it_are_killed(log: Log, chance: random.Random) -> None:
     log.apply([CreateStream(declare("raw", content="bytes", partitions=3))])
-    feed_under_kills(log, 100_000, request)
+    feed_under_kills(log, 100_000, chance)
 
 
 @pytest.mark.row("W14", engine="any")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
 import random
 import sys
 from collections import Counter
@@ -225,20 +224,11 @@ class Program:
         return self.output.read_text()[-3000:]
 
 
-@pytest.fixture
-def sink(tmp_path: Path) -> Iterator[SinkProcess]:
-    found = SinkProcess(tmp_path / "sink")
-    try:
-        found.start()
-        yield found
-    finally:
-        found.stop()
-
-
 @pytest.mark.row("W14", engine="any")
 @pytest.mark.timeout(600)
 def test_killed_at_every_step_of_the_decision(log: Log, sink: SinkProcess, tmp_path: Path) -> None:
     send(log, range(1500))
+    sink.start()
     program = Program(log, sink, tmp_path)
     for tasks, step in ((3, "push.voted"), (1, "push.decided"), (2, "push.told")):
         with program.started(tasks, f"{step}=kill") as run:
@@ -251,27 +241,23 @@ def test_killed_at_every_step_of_the_decision(log: Log, sink: SinkProcess, tmp_p
 
 @pytest.mark.row("W14", engine="any")
 @pytest.mark.timeout(900)
-def test_random_kills(
-    log: Log, sink: SinkProcess, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    push_under_kills(log, sink, tmp_path, 5, request)
+def test_random_kills(log: Log, sink: SinkProcess, tmp_path: Path, chance: random.Random) -> None:
+    push_under_kills(log, sink, tmp_path, 5, chance)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_many_random_kills(
-    log: Log, sink: SinkProcess, tmp_path: Path, request: pytest.FixtureRequest
+    log: Log, sink: SinkProcess, tmp_path: Path, chance: random.Random
 ) -> None:
-    push_under_kills(log, sink, tmp_path, 25, request)
+    push_under_kills(log, sink, tmp_path, 25, chance)
 
 
 def push_under_kills(
-    log: Log, sink: SinkProcess, folder: Path, kills: int, request: pytest.FixtureRequest
+    log: Log, sink: SinkProcess, folder: Path, kills: int, chance: random.Random
 ) -> None:
     """The program, its JVM, one of its workers, or the sink."""
-    seed = int(os.environ.get("PENSTOCK_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"{request.node.name}: PENSTOCK_SEED={seed}")
-    chance = random.Random(seed)
+    sink.start()
     program = Program(log, sink, folder)
     sent, done = 0, 0
 

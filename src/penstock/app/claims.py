@@ -15,6 +15,7 @@ import msgspec
 from penstock.app.positions import Position, producer_name, progress_key, saved_position
 from penstock.errors import FencedError, LogBusyError
 from penstock.log.api import Commit, Log
+from penstock.log.commit import next_sequence
 
 TRIES_MAX = 20
 Decide = Callable[[Mapping[str, Position | None]], Mapping[str, Position | None]]
@@ -30,8 +31,7 @@ def claim(log: Log, app: str, names: Sequence[str], decide: Decide) -> dict[str,
         holder = log.hold(producer_name(app, "claims"))
         found = _fenced(log, app, names)
         decided = decide(found)
-        last = log.last_commit(holder.producer)
-        sequence = 0 if last is None else last.sequence + 1
+        sequence = next_sequence(log, holder.producer)
         progress = {
             progress_key(app, name): None if position is None else msgspec.json.encode(position)
             for name, position in decided.items()

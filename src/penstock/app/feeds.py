@@ -17,6 +17,7 @@ from penstock.app.query import Step
 from penstock.app.streams import Emit
 from penstock.errors import ClosedError
 from penstock.log.api import Holder, Log
+from penstock.log.commit import next_sequence
 from penstock.log.compose import EventOptions
 from penstock.log.transaction import Transaction
 
@@ -92,8 +93,7 @@ class FeedQuery:
         holder = self._log.hold(producer_name(self._app, self.name))
         saved = saved_position(self._log, self._app, self.name)
         taken = 0 if saved is None else saved.next[self._stream][0]
-        last = self._log.last_commit(holder.producer)
-        sequence = 0 if last is None else last.sequence + 1
+        sequence = next_sequence(self._log, holder.producer)
         if self._items is None and not isinstance(self._source, Channel):
             self._items = itertools.islice(self._source, taken, None)
         while not stop.is_set():

@@ -34,7 +34,7 @@ from penstock.errors import (
     SinkGoneError,
 )
 from penstock.log.api import Commit, Committed, Holder, Log, Offsets
-from penstock.log.commit import commit_surely
+from penstock.log.commit import commit_surely, next_sequence
 from penstock.log.objects import Stream
 from penstock.records.event import microseconds
 
@@ -128,8 +128,7 @@ class Query:
             if position is None or position.producer != self.producer:
                 raise FencedError(f"{definition.name} was taken over by another runner, or reset")
         self.position = cast(Position, found[0])
-        last = self._log.last_commit(self.producer)
-        self.position.sequence = 0 if last is None else last.sequence + 1
+        self.position.sequence = next_sequence(self._log, self.producer)
         self._load_timers()
         self._is_started = True
 

@@ -7,13 +7,13 @@ time, so it follows when the other is started again. Only for programs of one us
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.errors import UsageError
+from penstock.log.folders import cache_folder
 
 PREFIX = "auto:"
 ENVIRONMENT = "PENSTOCK_PORTS"
@@ -77,11 +77,7 @@ def announced(name: str, address: tuple[str, int]) -> Iterator[None]:
 
 def _note(name: str) -> Path:
     _check_name(name)
-    folder = os.environ.get(ENVIRONMENT)
-    if not folder:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = str(home / "penstock" / "ports")
-    return Path(folder) / name
+    return cache_folder("ports", ENVIRONMENT) / name
 
 
 def _check_name(name: str) -> None:

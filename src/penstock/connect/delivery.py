@@ -28,7 +28,7 @@ from penstock.connect.push import (
 from penstock.errors import LogError, SinkGoneError, UsageError
 from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Committed, Log
-from penstock.log.commit import commit_surely
+from penstock.log.commit import commit_surely, next_sequence
 
 Kind = Literal["stream", "batch"]
 AT_ONCE_MAX = 8
@@ -45,7 +45,7 @@ class Delivered(msgspec.Struct, frozen=True):
     kind: Kind
     stream: str
     stream_id: int
-    next: dict[int, int] = {}
+    next: dict[int, int]
     transactions: dict[str, Decision] = {}
 
 
@@ -62,10 +62,11 @@ class Delivery:
         self._stream = stream
         self._key = f"{PREFIX}{target.query}"
         self._holder = log.hold(self._key)
-        last = log.last_commit(self._key)
-        self._sequence = 0 if last is None else last.sequence + 1
+        self._sequence = next_sequence(log, self._key)
         saved, made = log.progress(self._key), log.stream(stream)
-        self._at = Delivered(kind, stream, made.id) if saved is None else _decoder.decode(saved)
+        firsts = {p: offsets.first for p, offsets in log.offsets(stream).items()}
+        fresh = Delivered(kind, stream, made.id, firsts)
+        self._at = fresh if saved is None else _decoder.decode(saved)
         if self._at.kind != kind:
             raise UsageError(
                 f"the producer {target.query} has written to its sink by {self._at.kind} before: "
@@ -92,13 +93,13 @@ class Delivery:
         ends = self._ends_with(after)
         while True:
             goal = ends if self._at.kind == "batch" else self._bounded(ends)
-            if all(self._start(p) >= goal[p] for p in goal):
+            if goal == self._at.next:
                 return rows
             rows += self._deliver(goal)
 
     def _deliver(self, ends: dict[int, int]) -> int:
         target, step, telling = self._target, self._step(SENDING), self._step(TELLING)
-        waiting = [p for p in sorted(ends) if self._start(p) < ends[p]]
+        waiting = [p for p in sorted(ends) if self._at.next[p] < ends[p]]
         with ThreadPoolExecutor(min(len(waiting), AT_ONCE_MAX)) as threads:
             pushed = threads.map(
                 lambda n: target.push(target.name(n), self._rows(n, ends[n]), step), waiting
@@ -115,30 +116,25 @@ class Delivery:
 
     def _tell(self, vote: SinkVote, step: Step) -> None:
         """It is decided: whoever writes a batch must not think that nothing happened."""
-        deadline = time.monotonic() + self._target.options.timeout_s
+        patience_s = self._target.options.timeout_s if self._at.kind == "batch" else 0.0
+        deadline = time.monotonic() + patience_s
         while True:
             try:
                 return self._target.tell(vote, step)
             except SinkGoneError as error:
-                if self._at.kind == "batch" and time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise SinkGoneError(
                         "the rows were voted for and are decided: they become visible when the "
                         f"sink is back and something is written next; do not write them again "
                         f"({error})"
                     ) from error
-                if self._at.kind == "stream":
-                    raise
                 time.sleep(RETRY_S)
 
     def _bounded(self, ends: dict[int, int]) -> dict[int, int]:
-        return {p: min(end, self._start(p) + ROUND_ROWS) for p, end in ends.items()}
-
-    def _start(self, partition: int) -> int:
-        found = self._at.next.get(partition)
-        return self._log.offsets(self._stream)[partition].first if found is None else found
+        return {p: min(end, self._at.next[p] + ROUND_ROWS) for p, end in ends.items()}
 
     def _rows(self, partition: int, end: int) -> Iterator[list[Row]]:
-        for batch in self._log.read(self._stream, partition, self._start(partition), end):
+        for batch in self._log.read(self._stream, partition, self._at.next[partition], end):
             yield list(rows_of(batch))
 
     def _ends(self) -> dict[int, int]:
@@ -173,7 +169,7 @@ def deliveries(log: Log) -> Iterator[tuple[Delivered, int]]:
     for packed in log.progress_items(PREFIX).values():
         found = _decoder.decode(packed)
         ends = log.offsets(found.stream) if found.stream in known else {}
-        waiting = (offsets.next - found.next.get(p, offsets.first) for p, offsets in ends.items())
+        waiting = (offsets.next - found.next[p] for p, offsets in ends.items())
         yield found, sum(max(0, rows) for rows in waiting)
 
 

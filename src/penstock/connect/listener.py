@@ -111,7 +111,8 @@ class Listener:
             ensure_letters(self.log, {stream for _, stream in self.options.routes})
         with contextlib.ExitStack() as exits:
             exits.callback(self.commits.shutdown)
-            exits.enter_context(self.meter)
+            exits.callback(self.meter.close)
+            self.meter.start()
             exits.enter_context(self._server)
             self._exits = exits.pop_all()
         return self

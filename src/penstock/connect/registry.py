@@ -24,7 +24,7 @@ import msgspec
 from penstock.connect import wire
 from penstock.errors import FencedError
 from penstock.log.api import Commit, Holder, Log, Part
-from penstock.log.commit import commit_surely
+from penstock.log.commit import commit_surely, next_sequence
 from penstock.records.event import now_us
 
 Policy = Literal["oldest", "takeover"]
@@ -83,8 +83,7 @@ class Claim:
         self._log = log
         self._key = progress_key(stream_id)
         self._holder = holder
-        last = log.last_commit(holder.producer)
-        self._sequence = 0 if last is None else last.sequence + 1
+        self._sequence = next_sequence(log, holder.producer)
         self.stream_id = stream_id
         self.record = record
 
@@ -133,7 +132,7 @@ class Registry:
         found = self.record(stream_id)
         if found is not None and not self._may_take(found, owner):
             return found
-        holder = self._log.hold(_producer(stream_id))
+        holder = self._log.hold(progress_key(stream_id))
         before = self.record(stream_id) or SourceRecord(name=name, stream=stream)
         taken_from = before.owner if before.is_owned() else None
         lost: tuple[str, ...] = ()
@@ -175,16 +174,13 @@ def records(log: Log) -> Iterator[SourceRecord]:
 
 
 def progress_key(stream_id: int) -> str:
+    """Under which key a stream's record is saved, and the name of the producer who saves it."""
     return f"{PREFIX}{stream_id:016x}"
 
 
 def this_owner(connection: int, program: str, instance: str) -> Owner:
     """The owner that a connection of this process is."""
     return Owner(_host(), _started(os.getpid()), connection, program, instance)
-
-
-def _producer(stream_id: int) -> str:
-    return progress_key(stream_id)
 
 
 def _until_us() -> int:

@@ -1,4 +1,4 @@
-"""Upkeep in the background, while a log is written."""
+"""Work that is done every now and then in the background: upkeep, metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Caretaker:
-    """A background thread that runs a round every now and then, while the log is written."""
+    """A background thread that runs a round every now and then, once it is started."""
 
     def __init__(self, interval_s: float, work: Callable[[], object]) -> None:
         self._interval_s = interval_s

@@ -1,4 +1,4 @@
-"""Committing for certain: what to do where nobody knows whether it happened."""
+"""Committing under numbers: which is next, and what to do where nobody knows what happened."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def commit_surely(log: Log, holder: Holder, sequence: int, commit: Commit) -> Co
         with contextlib.suppress(CommitOutcomeUnknownError):
             return log.commit(holder, sequence, commit)
     return log.commit(holder, sequence, commit)
+
+
+def next_sequence(log: Log, producer: str) -> int:
+    """The number of the producer's next commit."""
+    last = log.last_commit(producer)
+    return 0 if last is None else last.sequence + 1

@@ -18,6 +18,7 @@ from pyspark.sql.datasource import (
 from penstock.app.task import STAGED
 from penstock.errors import PlanChangedError, SequenceError, UsageError
 from penstock.log.api import Commit, Holder, Log, Piece
+from penstock.log.commit import next_sequence
 from penstock.log.compose import Composer
 from penstock.records.event import DELETED
 from penstock.spark.options import SourceOptions
@@ -74,8 +75,7 @@ class BatchWriter(DataSourceArrowWriter):
         with quiet_log(options.log, options.for_log) as log:
             log.stream(options.stream)
             self._holder = log.hold(name, ephemeral=options.producer is None)
-            last = log.last_commit(name)
-        self._sequence = 0 if last is None else last.sequence + 1
+            self._sequence = next_sequence(log, name)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         log = worker_log(self._options.log, self._options.for_log)

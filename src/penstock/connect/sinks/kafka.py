@@ -7,6 +7,7 @@ Readers with `isolation.level=read_committed` see each message once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -15,22 +16,15 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-from confluent_kafka import (
-    OFFSET_BEGINNING,
-    Consumer,
-    IsolationLevel,
-    KafkaError,
-    KafkaException,
-    Producer,
-    TopicPartition,
-)
-from confluent_kafka import Message as KafkaMessage
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
 
 from penstock.connect.sinks.file import safe_name
 from penstock.connect.transactions import sync_folder
 from penstock.connect.wire import Message
-from penstock.errors import ConnectorError, SinkGoneError, UsageError
+from penstock.errors import ConnectorError, LogError, SinkGoneError, UsageError
+from penstock.log.kafka.client import Address, Cluster, KafkaOptions
+from penstock.log.kafka.view import View
 
 STANDINGS = "penstock-sinks"
 TIMEOUT_S = 30.0
@@ -79,6 +73,7 @@ class KafkaSink:
         self._folder = folder
         self._file_name = safe_name(worker)
         self._settings = {"bootstrap.servers": servers, "log_level": 0, **(settings or {})}
+        self._cluster = Cluster(Address("", servers, ""), KafkaOptions(), settings or {})
         self._name = f"{topic}/{worker}"
         self._message_bytes_max = MESSAGE_BYTES_MAX
         self._producer: Producer | None = None
@@ -204,7 +199,7 @@ class KafkaSink:
         try:
             self._producer.init_transactions(TIMEOUT_S)
             self._standing = self._read_standing()
-        except KafkaException as error:
+        except (KafkaException, LogError) as error:
             raise SinkGoneError(f"Kafka does not answer: {error}") from error
 
     def _opened(self) -> Producer:
@@ -225,7 +220,7 @@ class KafkaSink:
                 producer.poll(0.1)
 
     def _check_topics(self) -> None:
-        admin = AdminClient(dict(self._settings))
+        admin = self._cluster.admin
         try:
             there = admin.list_topics(timeout=TIMEOUT_S).topics
             if self._topic not in there:
@@ -247,46 +242,18 @@ class KafkaSink:
 
     def _read_standing(self) -> Standing:
         """The last that was committed. What others have open must end first: it hides ours."""
-        place = TopicPartition(self._standings, 0, OFFSET_BEGINNING)
-        end = self._end(place)
-        consumer = Consumer(
-            {
-                **self._settings, "group.id": f"penstock-sink-{self._name}",
-                "isolation.level": "read_committed", "enable.auto.commit": False,
-                "enable.partition.eof": True,
-            }
-        )  # fmt: skip
-        found, at = Standing(), 0
-        deadline = time.monotonic() + TIMEOUT_S
-        try:
-            consumer.assign([place])
-            while at < end:
-                message = consumer.poll(0.1)
-                if message is not None and message.error() is None:
-                    at = (message.offset() or 0) + 1
-                    if message.key() == self._name.encode():
-                        found = msgspec.json.decode(message.value() or b"{}", type=Standing)
-                elif message is not None and _is_end(message):
-                    at = message.offset() or 0  # behind the marks of transactions, too
-                if time.monotonic() > deadline:
-                    raise SinkGoneError(f"the topic {self._standings} cannot be read in time")
-            return found
-        finally:
-            consumer.close()
+        found = Standing()
 
-    def _end(self, place: TopicPartition) -> int:
-        """Where the partition ends, what is not committed included."""
-        admin = AdminClient(dict(self._settings))
-        asked = admin.list_offsets(
-            {place: OffsetSpec.latest()}, isolation_level=IsolationLevel.READ_UNCOMMITTED
-        )
-        (found,) = asked.values()
-        return int(found.result(TIMEOUT_S).offset)
+        def take(name: str, value: bytes | None, offset: int) -> None:
+            nonlocal found
+            del offset
+            if name == self._name and value is not None:
+                found = msgspec.json.decode(value, type=Standing)
 
-
-def _is_end(message: KafkaMessage) -> bool:
-    error = message.error()
-    return error is not None and error.code() == KafkaError._PARTITION_EOF
+        view = View(self._cluster, self._standings, take)
+        with contextlib.closing(view), self._cluster.within(time.monotonic() + TIMEOUT_S):
+            view.catch_up(0)
+        return found
 
 
 def _is_fenced(error: Exception) -> bool:

@@ -208,7 +208,7 @@ class FileSource(Source):
             found = self._path.stat()
         except FileNotFoundError:
             return False
-        if Known(found.st_dev, found.st_ino).is_same(known_of(self._file)):
+        if os.path.samestat(found, os.fstat(self._file.fileno())):
             return False
         # Whoever writes may still have the old file open.
         is_quiet = time.monotonic() >= self._grown_at + self._quiet_s

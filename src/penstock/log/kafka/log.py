@@ -44,6 +44,7 @@ from penstock.log.batch import Batch
 from penstock.log.caretaker import Caretaker
 from penstock.log.checks import check_call, check_limits
 from penstock.log.compose import Composer, EventOptions
+from penstock.log.folders import cache_folder
 from penstock.log.kafka.client import Address, Cluster, KafkaOptions
 from penstock.log.kafka.following import follow
 from penstock.log.kafka.health import Health, health
@@ -155,10 +156,7 @@ class KafkaLog:
 
     def _cache(self, log_id: str) -> Path:
         """Where tables are materialised: a file for each log, shared by the processes here."""
-        folder = self._options.cache or os.environ.get("PENSTOCK_CACHE")
-        if not folder:
-            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            folder = str(home / "penstock" / "tables")
+        folder = self._options.cache or cache_folder("tables", "PENSTOCK_CACHE")
         return Path(folder) / f"{log_id}.db"
 
     def _populate(self, draft: Draft) -> list[ObjectChanged]:
