@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,7 @@ def test_whoever_writes_may_still_have_the_old_file(tmp_path: Path, log: Log, ad
         wait_until(lambda: lines(log) == ["old1"], 20, "the first line")
         path.rename(tmp_path / "in.txt.1")
         append(path, "new1")
+        threading.Event().wait(0.5)  # long enough to turn to the new one too early
         writer.write("old2\n")
         writer.flush()
         wait_until(lambda: "new1" in lines(log), 20, "the rotation")

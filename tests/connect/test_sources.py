@@ -17,6 +17,7 @@ import pytest
 
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
+from penstock.connect import wire
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import records
 from penstock.connect.source import END, ConnectorOptions, Source, SourceConnector
@@ -362,3 +363,14 @@ def test_messages_that_were_not_sent_come_behind_those_of_another(log: Log) -> N
         with Listener(log, options):
             one.flush()
     assert data_of(log) == Counter(["a0", "a1", "a2", "b1", "b2"])
+
+
+def test_a_listener_that_sends_it_nowhere_ends_the_connector() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with SourceConnector(address, [Numbers("a", 10)]) as connector:
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(wire.encode(wire.Ok(10)) + wire.encode(wire.Restart("nowhere")))
+                with pytest.raises(ConnectorError, match="'nowhere' is no address"):
+                    connector.finish(30)
