@@ -99,6 +99,7 @@ def read_all(address: str, source: FileSource) -> None:
 
 def test_several_rotations_while_nobody_reads(tmp_path: Path, log: Log, address: str) -> None:
     path = tmp_path / "in[1].txt"
+    append(tmp_path / "in[1].txt.9", "from before anybody followed it")
     append(path, "x1")
     read_all(address, FileSource("in", path, until_end=True))
     append(path, "x2")

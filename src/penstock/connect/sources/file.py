@@ -43,9 +43,10 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class Generations(msgspec.Struct):
-    """Which file each generation is."""
+    """Which file each generation is, and which were there `before` the first."""
 
     files: dict[int, Known]
+    before: list[Known] = []
 
     def latest(self) -> int:
         return max(self.files, default=0)
@@ -78,8 +79,6 @@ class FileSource(Source):
         self._state = path.with_name(f".{path.name}.penstock")
         self._generations = Generations({})
         self._generation = 0
-        self._left_ns: int | None = None
-        """When the file before this one was last written to."""
         self._file: IO[bytes] | None = None
         self._offset = 0
         self._lines: list[bytes] = []
@@ -162,20 +161,20 @@ class FileSource(Source):
         return None
 
     def _successor(self) -> Path | None:
-        """The oldest that came after the file before, or the one that is followed."""
-        if self._left_ns is None:
+        """The one that is followed; before it those that came between, oldest first."""
+        if not self._generations.files:
             return self._path if self._path.exists() else None
+        seen = [*self._generations.files.values(), *self._generations.before]
         behind = []
         for path in self._beside():
-            with contextlib.suppress(FileNotFoundError):
-                found = path.stat()
-                known = Known(found.st_dev, found.st_ino)
-                is_read = any(known.is_same(k) for k in self._generations.files.values())
-                if found.st_mtime_ns >= self._left_ns and not is_read:
-                    behind.append((found.st_mtime_ns, path))
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                now = known_of(file)
+                if not any(old.is_same(now) and begins_alike(file, old) for old in seen):
+                    written_ns = os.fstat(file.fileno()).st_mtime_ns
+                    behind.append((path == self._path, written_ns, path))
         if not behind:
             return None
-        path = min(behind)[1]
+        path = min(behind)[-1]
         if path.suffix in COMPRESSED:
             self._gone(f"{path} was compressed before it was read")
             return self._path if self._path.exists() else None
@@ -217,7 +216,6 @@ class FileSource(Source):
     def _turn(self) -> None:
         """Go on with the next generation."""
         if self._file is not None:
-            self._left_ns = os.fstat(self._file.fileno()).st_mtime_ns
             self._note(known_of(self._file))
         self.handle_close()
         self._generation, self._offset = self._generation + 1, 0
@@ -228,13 +226,22 @@ class FileSource(Source):
         if files.get(self._generation) == known:
             return
         kept = {n: f for n, f in files.items() if n > self._generation - GENERATIONS_KEPT}
-        self._generations = Generations({**kept, self._generation: known})
+        before = self._generations.before if files else self._others(known)
+        self._generations = Generations({**kept, self._generation: known}, before)
         fresh = self._state.with_name(f"{self._state.name}.new")
         with fresh.open("wb") as file:
             file.write(msgspec.json.encode(self._generations))
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self._state)
+
+    def _others(self, known: Known) -> list[Known]:
+        """The files beside that one: what was rotated before anybody followed it."""
+        found = []
+        for path in self._beside():
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                found.append(known_of(file))
+        return [other for other in found if not other.is_same(known)]
 
     def _gone(self, why: str) -> None:
         if self._on_gone == "fail":
