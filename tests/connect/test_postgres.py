@@ -356,6 +356,19 @@ def test_a_repeated_commit_changes_nothing(server: PostgresServer) -> None:
         one.close()
 
 
+def test_a_large_stretch_does_not_stay_in_memory(server: PostgresServer) -> None:
+    sink = PostgresSink(server.url, "w", "people", ["id"])
+    sink.open(0, None)
+    for first in range(0, 20_000, 1000):
+        rows = [{"id": n, "name": "x" * 1000} for n in range(first, first + 1000)]
+        sink.append([Message(1, 0, 0, None, json.dumps(row).encode()) for row in rows])
+    assert pending(server) > 10_000
+    assert names(server) == []
+    sink.abort(0)
+    assert pending(server) == 0
+    sink.close()
+
+
 @pytest.mark.parametrize(
     "bad",
     [

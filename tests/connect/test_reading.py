@@ -174,6 +174,36 @@ def test_addresses(ports: Path) -> None:
     assert SinkOptions().address == "127.0.0.1:0"
 
 
+def test_whoever_ends_does_not_take_a_successors_note_away(
+    ports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor comes between looking at the note and removing it."""
+    is_over = threading.Event()
+
+    def succeed() -> None:
+        with announced("words", ("127.0.0.1", 5)):
+            is_over.wait(30)
+
+    successor = threading.Thread(target=succeed)
+    read_text = Path.read_text
+
+    def slow(path: Path) -> str:
+        found = read_text(path)
+        if not successor.is_alive():
+            successor.start()
+            successor.join(0.3)  # time enough to leave a note, if it may
+        return found
+
+    with announced("words", ("127.0.0.1", 4)):
+        monkeypatch.setattr(Path, "read_text", slow)
+    try:
+        wait_until((ports / "words").exists, 5, "the successor's note")
+        assert resolved("auto:words") == ("127.0.0.1", 5)
+    finally:
+        is_over.set()
+        successor.join(30)
+
+
 def test_closing_from_elsewhere_does_not_count_as_having_read(tmp_path: Path) -> None:
     with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
         Pusher("auto:numbers").push("1", "2")

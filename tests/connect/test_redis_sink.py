@@ -57,6 +57,24 @@ def own_keys(client: redis.Redis, what: str = "pending") -> list[bytes]:
     return list(found)
 
 
+def test_a_stretch_has_a_limit(
+    server: RedisServer, client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.connect.sinks.redis.STRETCH_BYTES_MAX", 1000)
+    told: list[str] = []
+    with hosted(entries(server), tmp_path, told) as address, worker(address, 1) as sink:
+        sink.send([row(None, "x" * 100)] * 12)
+        assert not sink.vote("t1", 0)
+        sink.resolve("t1", False)
+        assert any("send fewer at a time" in line for line in told), told
+        for number in range(5):
+            sink.sent = number * 300
+            sink.send([row(None, "y" * 100)] * 3)
+            assert sink.vote(f"n{number}", number * 300)
+            sink.resolve(f"n{number}", True)
+    assert out(client) == ["y" * 100] * 15
+
+
 def test_hashes(server: RedisServer, client: redis.Redis, tmp_path: Path) -> None:
     with hosted(hashes(server), tmp_path) as address, worker(address, 1) as sink:
         sink.send([

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import redis
 
@@ -14,11 +15,12 @@ from penstock.connect.reading import SPOOL_BYTES_MAX
 from penstock.connect.sink import Sink
 from penstock.connect.sinks.file import FileSink
 from penstock.connect.sinks.kafka import KafkaSink
+from penstock.connect.sinks.postgres import PostgresSink
 from penstock.connect.sinks.redis import RedisPublishSink
 from penstock.connect.spool import Spool, SpoolSink
 from penstock.connect.wire import Message
 from penstock.testing.brokers import Brokers
-from penstock.testing.servers import RedisServer
+from penstock.testing.servers import PostgresServer, RedisServer
 from tests.connect.test_kafka_sink import Topic
 
 Texts = list[bytes]
@@ -31,6 +33,10 @@ class Kind:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def texts(self, number: int) -> Texts:
+        """What a message may be."""
+        return [b"", b"%d" % number]
 
     def make(self) -> Sink:
         raise NotImplementedError
@@ -107,6 +113,38 @@ class KafkaTopics(Kind):
         return self._topic.values(0)
 
 
+class PostgresTables(Kind):
+    """Rows that are inserted, and a trigger that notes each that is, or is again."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        super().__init__(folder)
+        self._url = url
+        self._worker = secrets.token_hex(4)
+        with psycopg.connect(url) as connection:
+            connection.execute(
+                """
+                DROP TABLE IF EXISTS walked, noted;
+                CREATE TABLE walked (id int PRIMARY KEY, x int);
+                CREATE TABLE noted (number serial, id int);
+                CREATE OR REPLACE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS
+                    'BEGIN INSERT INTO noted (id) VALUES (NEW.id); RETURN NEW; END';
+                CREATE TRIGGER notes AFTER INSERT OR UPDATE ON walked
+                    FOR EACH ROW EXECUTE FUNCTION note();
+                """
+            )
+
+    def texts(self, number: int) -> Texts:
+        return [b'{"id": %d, "x": 0}' % number]
+
+    def make(self) -> Sink:
+        return PostgresSink(self._url, self._worker, "walked", ["id"])
+
+    def visible(self, committed: int) -> Texts:
+        with psycopg.connect(self._url) as connection:
+            rows = connection.execute("SELECT id FROM noted ORDER BY number").fetchall()
+        return [text for (number,) in rows for text in self.texts(number)]
+
+
 def walked(kind: Kind, steps: int, chance: random.Random) -> Walk:
     walk = Walk(kind, chance)
     walk.go(steps)
@@ -126,6 +164,18 @@ def test_spools(tmp_path: Path, chance: random.Random) -> None:
 @pytest.mark.row("W12", engine="any")
 def test_redis(tmp_path: Path, redis_server: RedisServer, chance: random.Random) -> None:
     walked(RedisStreams(tmp_path, redis_server.url), 300, chance)
+
+
+@pytest.mark.row("W12", engine="any")
+@pytest.mark.parametrize("held_bytes", [150, 1 << 20])
+def test_postgres(
+    tmp_path: Path, postgres: PostgresServer, chance: random.Random, held_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Kept here until the vote, or put into the database row by row and read in small pages."""
+    monkeypatch.setattr("penstock.connect.sinks.postgres.HELD_BYTES_MAX", held_bytes)
+    monkeypatch.setattr("penstock.connect.sinks.postgres.PAGE_ROWS", 2)
+    walked(PostgresTables(tmp_path, postgres.url), 150, chance)
 
 
 @pytest.mark.row("W12", engine="any")
@@ -164,13 +214,12 @@ class Walk:
         self.sink.close()
 
     def append(self) -> None:
-        if self.pending is not None:
-            return
+        """What comes while a vote waits for its outcome belongs to the next."""
         texts = []
         for _ in range(self.chance.randrange(1, 4)):
             self.count += 1
-            texts.append(self.chance.choice([b"", b"%d" % self.count]))
-        at = self.committed + sum(map(len, self.sent))
+            texts.append(self.chance.choice(self.kind.texts(self.count)))
+        at = self.committed + sum(map(len, [*(self.pending or ()), *self.sent]))
         messages = []
         for text in texts:
             messages.append(Message(1, at, 0, None, text))
@@ -199,7 +248,10 @@ class Walk:
                 self.sink.abort(start)
             if left:  # killed before the outcome was saved
                 self.reopened()
-        self.done += self.pending if is_yes else []
+        if is_yes:
+            self.done += self.pending
+        else:
+            self.sent = []
         self.pending = None
 
     def reopened(self) -> None:

@@ -16,7 +16,7 @@ from penstock.log.compose import Composer
 from penstock.log.objects import Stream
 from penstock.records.arrow import codec_of_schema
 from penstock.records.event import DELETED, ENTRY
-from penstock.records.schema import Record, record_type
+from penstock.records.schema import Record, Schema, record_type
 
 _IMMUTABLE = (int, float, str, bytes, bool, type(None))
 
@@ -108,7 +108,8 @@ class State:
         rows: list[Record | None] = []
         keys: list[bytes] = []
         entries: list[bytes | None] = []
-        made: Any = record_type(cast(Any, self._stream.record))
+        schema = cast(Schema, self._stream.record)
+        made: Any = record_type(schema)
         for key, value, packed in self.changed():
             if self.values.collections is not None:
                 before = self._before[key]
@@ -118,7 +119,8 @@ class State:
                 )
                 if not actions:  # equal, though packed in another way
                     continue
-                rows += [made(action=a.action, value=a.value, values=a.values) for a in actions]
+                names = [field.name for field in schema.fields]
+                rows += [made(**{n: getattr(action, n) for n in names}) for action in actions]
                 keys += [key] * len(actions)
                 entries += [None] * (len(actions) - 1) + [packed]
                 continue

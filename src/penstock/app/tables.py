@@ -114,7 +114,7 @@ def value_schema(name: str, value: object, where: Location) -> tuple[Schema, dic
     collection = element_of(found)
     if collection is not None:
         entries, element = collection
-        return action_schema(made, element), {"entries": entries}
+        return action_schema(made, entries, element), {"entries": entries}
     return Schema(made, (Field("value", found),)), {}
 
 

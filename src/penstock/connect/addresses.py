@@ -7,6 +7,8 @@ time, so it follows when the other is started again. Only for programs of one us
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
 import secrets
 from collections.abc import Iterator
@@ -66,13 +68,25 @@ def announced(name: str, address: tuple[str, int]) -> Iterator[None]:
     note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = note.with_suffix(f".{secrets.token_hex(4)}")
     fresh.write_text(said)
-    fresh.replace(note)
+    with _alone(note.parent):
+        fresh.replace(note)
     try:
         yield
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _alone(note.parent):
             if note.read_text() == said:  # nobody else has taken the name meanwhile
                 note.unlink()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else changes notes while the block lasts; a process that dies lets go."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _note(name: str) -> Path:

@@ -1,7 +1,9 @@
 """Tables of sets and lists: a changelog of actions, an entry that is the whole collection.
 
 An event of such a changelog says what was done to the collection of its key: `add` or
-`remove` of one `value`, `set` to all of `values`, or `delete`. The writer gives the whole
+`remove` of one `value`, `set` to all of `values`, or `delete`. What is added to a list comes
+last, at `index`; whoever reads it from a log that was compacted need not know what went before,
+since a list is told as a whole from time to time. The writer gives the whole
 collection beside it, packed, for the entry; so nobody has to replay actions to read one.
 """
 
@@ -9,7 +11,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple, cast
+from typing import cast
+
+import msgspec
 
 from penstock.errors import UsageError
 from penstock.log.objects import Entries, Stream
@@ -19,6 +23,7 @@ from penstock.records.schema import (
     Field,
     ListOf,
     Maybe,
+    Scalar,
     Schema,
     SetOf,
     Type,
@@ -32,25 +37,25 @@ be compacted."""
 Collection = set[object] | list[object]
 
 
-class Action(NamedTuple):
+class Action(msgspec.Struct, frozen=True):
     """One change of a collection; `value` goes with add and remove, `values` with set."""
 
     action: str
     value: object = None
     values: list[object] | None = None
+    index: int | None = None
 
 
-def action_schema(name: str, element: Type) -> Schema:
+def action_schema(name: str, kind: Entries, element: Type) -> Schema:
     """The record of a changelog of actions on collections of `element`."""
     actions = Choice(("add", "delete", "remove", "set"))
-    return Schema(
-        name,
-        (
-            Field("action", actions),
-            Field("value", Maybe(element)),
-            Field("values", Maybe(ListOf(element))),
-        ),
+    fields = (
+        Field("action", actions),
+        Field("value", Maybe(element)),
+        Field("values", Maybe(ListOf(element))),
     )
+    index = Field("index", Maybe(Scalar("int")))
+    return Schema(name, fields if kind == "set" else (*fields, index))
 
 
 class Collections:
@@ -94,10 +99,10 @@ class Collections:
         before_list = list(old or ())
         added = new[len(before_list) :]
         is_whole = len(added) > 0 and len(new) % LIST_SET_EVERY < len(added)
-        if old is not None and new[: len(before_list)] == before_list and not is_whole:
-            return [Action("add", value) for value in added]
-        if old is None and new and not is_whole:
-            return [Action("add", value) for value in new]
+        is_longer = new[: len(before_list)] == before_list and (old is not None or len(added) > 0)
+        if is_longer and not is_whole:
+            places = enumerate(added, len(before_list))
+            return [Action("add", value, index=index) for index, value in places]
         return [Action("set", None, list(new))]
 
 

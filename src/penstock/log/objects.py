@@ -213,7 +213,8 @@ def check_spec(spec: StreamSpec, partitions_max: int) -> StreamName:
 
 
 def _tells_actions(record: Schema | None) -> bool:
-    return record is not None and [f.name for f in record.fields] == ["action", "value", "values"]
+    names = [] if record is None else [field.name for field in record.fields]
+    return names[:3] == ["action", "value", "values"] and names[3:] in ([], ["index"])
 
 
 def _check_record(record: Schema) -> None:

@@ -1,7 +1,8 @@
 """A PostgreSQL table as a sink: each message a row, inserted or updated by its key.
 
-A stretch waits in `penstock_sink_pending` while it is voted for, and reaches the table in one
-transaction with the record that it has, in `penstock_sink`.
+A stretch is put into `penstock_sink_pending` as it comes, waits there while it is voted for, and
+reaches the table in one transaction with the record that it has, in `penstock_sink`. A worker has
+two at most, one that waits and one that comes, numbered 0 and 1 by turns.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 import psycopg
@@ -20,6 +22,10 @@ from penstock.errors import ConnectorError, UsageError
 
 TIMEOUT_S = 50.0
 LOCK = 0x70656E73
+HELD_BYTES_MAX = 4 << 20
+ROW_BYTES = 100
+"""What a row takes beside its data, roughly."""
+PAGE_ROWS = 500
 Row = tuple[bytes | None, bytes]
 
 # Two workers that begin at once would both create the tables.
@@ -28,30 +34,47 @@ TABLES = f"""
     CREATE TABLE IF NOT EXISTS penstock_sink (
         worker text PRIMARY KEY,
         committed bigint NOT NULL DEFAULT 0,
+        waiting smallint,
+        waiting_end bigint,
         opened bigint NOT NULL DEFAULT 0
     );
     CREATE TABLE IF NOT EXISTS penstock_sink_pending (
         worker text NOT NULL,
-        end_offset bigint NOT NULL,
+        stretch smallint NOT NULL,
         position bigint NOT NULL,
         key bytea,
         payload bytea NOT NULL,
-        PRIMARY KEY (worker, end_offset, position)
+        PRIMARY KEY (worker, stretch, position)
     );
 """
 OPEN = """
     INSERT INTO penstock_sink (worker, opened) VALUES (%s, 1)
     ON CONFLICT (worker) DO UPDATE SET opened = penstock_sink.opened + 1
-    RETURNING committed, opened
+    RETURNING opened, committed, waiting, waiting_end
 """
-OWN = "SELECT committed FROM penstock_sink WHERE worker = %s AND opened = %s FOR UPDATE"
-RECORD = "UPDATE penstock_sink SET committed = %s WHERE worker = %s"
-PENDING = """
-    SELECT key, payload FROM penstock_sink_pending
-    WHERE worker = %s AND end_offset = %s ORDER BY position
+OWN = """
+    SELECT committed, waiting, waiting_end FROM penstock_sink
+    WHERE worker = %s AND opened = %s FOR UPDATE
 """
-FORGET = "DELETE FROM penstock_sink_pending WHERE worker = %s AND end_offset >= %s"
-COPY = "COPY penstock_sink_pending (worker, end_offset, position, key, payload) FROM STDIN"
+RECORD = """
+    UPDATE penstock_sink SET committed = %s, waiting = NULL, waiting_end = NULL WHERE worker = %s
+"""
+WAIT = "UPDATE penstock_sink SET waiting = %s, waiting_end = %s WHERE worker = %s"
+PAGE = """
+    SELECT position, key, payload FROM penstock_sink_pending
+    WHERE worker = %s AND stretch = %s AND position > %s ORDER BY position LIMIT %s
+"""
+FORGET = "DELETE FROM penstock_sink_pending WHERE worker = %s"
+FORGET_OTHER = f"{FORGET} AND stretch <> %s"
+COPY = "COPY penstock_sink_pending (worker, stretch, position, key, payload) FROM STDIN"
+
+
+class Standing(NamedTuple):
+    """What the database has of a worker: where it is committed, and which stretch waits."""
+
+    committed: int
+    waiting: int | None = None
+    waiting_end: int | None = None
 
 
 class PostgresSink:
@@ -87,14 +110,18 @@ class PostgresSink:
         self._timeout_s = timeout_s
         self._connection: Connection | None = None
         self._opened = 0
+        self._stretch = 0
+        self._stored = 0
+        """How many rows of the stretch the database has; the others are still here."""
         self._rows: list[Row] = []
+        self._held_bytes = 0
         self._at = 0
 
     def open(self, committed: int, kept: int | None) -> None:
         """Raises `ConnectorError` if the database has committed neither the one nor the other."""
         self.close()
         self._connection = connected(self._url, self._timeout_s)
-        self._rows, self._at = [], committed if kept is None else kept
+        self._at = committed if kept is None else kept
         try:
             with within(self._connection, self._timeout_s), self._connection.transaction():
                 self._begin(self._connection, committed, kept)
@@ -105,27 +132,44 @@ class PostgresSink:
     def _begin(self, connection: Connection, committed: int, kept: int | None) -> None:
         connection.execute(TABLES)
         found = connection.execute(OPEN, (self._own_name,)).fetchone()
-        done, self._opened = found or (0, 0)
-        if done not in (committed, kept):
+        self._opened, *rest = found or (0, 0)
+        standing = Standing(*rest)
+        if standing.committed not in (committed, kept):
             raise ConnectorError(
-                f"the database has {done} bytes of worker {self._worker}, and {committed} were "
-                "committed: it is another one, or it has lost some"
+                f"the database has {standing.committed} bytes of worker {self._worker}, and "
+                f"{committed} were committed: it is another one, or it has lost some"
             )
-        connection.execute(FORGET, (self._own_name, 0 if kept is None else kept + 1))
+        if kept is None or standing.waiting_end != kept:
+            self._forget(connection, standing.committed)
+        else:
+            self._turn(1 - (standing.waiting or 0))
+            connection.execute(FORGET_OTHER, (self._own_name, standing.waiting))
 
     def append(self, messages: Sequence[Message]) -> None:
-        self._rows += [self._row(message) for message in messages]
-        self._at += sum(len(message.payload) for message in messages)
+        rows = [self._row(message) for message in messages]
+        self._rows += rows
+        self._held_bytes += sum(len(key or b"") + len(data) + ROW_BYTES for key, data in rows)
+        self._at += sum(len(data) for _, data in rows)
+        if self._held_bytes > HELD_BYTES_MAX:
+            with self._own() as (connection, _):
+                self._put(connection)
+
+    def _put(self, connection: Connection) -> None:
+        """Have the database keep what is here."""
+        with connection.cursor().copy(COPY) as copy:
+            for position, (key, payload) in enumerate(self._rows, self._stored):
+                copy.write_row((self._own_name, self._stretch, position, key, payload))
+        self._stored += len(self._rows)
+        self._rows, self._held_bytes = [], 0
 
     def flush(self) -> None:
         with self._own() as (connection, _):
-            connection.execute(FORGET, (self._own_name, 0))
+            connection.execute(FORGET_OTHER, (self._own_name, self._stretch))
+            self._put(connection)
             if self._rehearse:
                 self._try(connection)
-            with connection.cursor().copy(COPY) as copy:
-                for position, (key, payload) in enumerate(self._rows):
-                    copy.write_row((self._own_name, self._at, position, key, payload))
-        self._rows = []
+            connection.execute(WAIT, (self._stretch, self._at, self._own_name))
+        self._turn(1 - self._stretch)
 
     def commit(self, start: int, end: int) -> None:  # noqa: ARG002  the end says it all
         """Applied once: what waits goes in the same transaction, and without it nothing is done.
@@ -133,22 +177,31 @@ class PostgresSink:
         A stretch of messages without data is no longer than none: that it was recorded before
         does not say that it was applied.
         """
-        with self._own() as (connection, done):
-            rows = connection.execute(PENDING, (self._own_name, end)).fetchall()
-            if not rows and done < end:
+        with self._own() as (connection, standing):
+            if standing.waiting is not None and standing.waiting_end == end:
+                self._apply(connection, standing.waiting)
+                connection.execute(FORGET_OTHER, (self._own_name, 1 - standing.waiting))
+                connection.execute(RECORD, (end, self._own_name))
+            elif standing.committed < end:
                 raise ConnectorError(
                     f"the bytes of worker {self._worker} up to {end} are not in the database, and "
-                    f"{done} are committed: it has lost some"
+                    f"{standing.committed} are committed: it has lost some"
                 )
-            if rows:
-                self._apply(connection, rows)
-                connection.execute(FORGET, (self._own_name, 0))
-                connection.execute(RECORD, (end, self._own_name))
 
     def abort(self, start: int) -> None:
-        with self._own() as (connection, _):
-            connection.execute(FORGET, (self._own_name, start))
-        self._rows, self._at = [], start
+        with self._own() as (connection, standing):
+            self._forget(connection, standing.committed)
+        self._at = start
+
+    def _forget(self, connection: Connection, committed: int) -> None:
+        connection.execute(FORGET, (self._own_name,))
+        connection.execute(RECORD, (committed, self._own_name))
+        self._turn(0)
+
+    def _turn(self, stretch: int) -> None:
+        """Begin a stretch."""
+        self._stretch, self._stored = stretch, 0
+        self._rows, self._held_bytes = [], 0
 
     def close(self) -> None:
         if self._connection is not None:
@@ -156,15 +209,15 @@ class PostgresSink:
             self._connection = None
 
     @contextmanager
-    def _own(self) -> Iterator[tuple[Connection, int]]:
-        """A transaction in which nobody else has the worker, and what it has committed."""
+    def _own(self) -> Iterator[tuple[Connection, Standing]]:
+        """A transaction in which nobody else has the worker, and where that stands."""
         assert self._connection is not None  # noqa: S101  open comes first
         connection = self._connection
         with within(connection, self._timeout_s), connection.transaction():
             found = connection.execute(OWN, (self._own_name, self._opened)).fetchone()
             if found is None:
                 raise ConnectorError(f"worker {self._worker} was opened again by somebody else")
-            yield connection, found[0]
+            yield connection, Standing(*found)
 
     # Rows
 
@@ -184,20 +237,25 @@ class PostgresSink:
 
     def _try(self, connection: Connection) -> None:
         with connection.transaction():
-            self._apply(connection, self._rows)
+            self._apply(connection, self._stretch)
             connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
             raise psycopg.Rollback
 
-    def _apply(self, connection: Connection, rows: Sequence[Row]) -> None:
-        """In order, without waiting for the answer to each."""
-        with connection.pipeline(), connection.cursor() as cursor:
-            for columns, some in itertools.groupby(rows, columns_of):
-                if columns is None:
-                    keys = [((key or b"").decode(),) for key, _ in some]
-                    cursor.executemany(self._delete(), keys)
-                else:
-                    documents = [(payload.decode(),) for _, payload in some]
-                    cursor.executemany(self._upsert(columns), documents)
+    def _apply(self, connection: Connection, stretch: int) -> None:
+        """In order, a page at a time, without waiting for the answer to each."""
+        last = -1
+        while page := connection.execute(
+            PAGE, (self._own_name, stretch, last, PAGE_ROWS)
+        ).fetchall():
+            last = page[-1][0]
+            with connection.pipeline(), connection.cursor() as cursor:
+                for columns, some in itertools.groupby((row[1:] for row in page), columns_of):
+                    if columns is None:
+                        keys = [((key or b"").decode(),) for key, _ in some]
+                        cursor.executemany(self._delete(), keys)
+                    else:
+                        documents = [(payload.decode(),) for _, payload in some]
+                        cursor.executemany(self._upsert(columns), documents)
 
     def _delete(self) -> sql.Composed:
         query = sql.SQL("DELETE FROM {} WHERE {} = %s")

@@ -20,6 +20,8 @@ from penstock.errors import ConnectorError, UsageError
 
 TIMEOUT_S = 20.0
 PUSH_ROWS = 500
+STRETCH_BYTES_MAX = 256 << 20
+"""What Redis is given in one step, during which nobody else is served."""
 Row = tuple[bytes | None, bytes | dict[str, bytes] | None]
 
 
@@ -39,6 +41,7 @@ class _RedisSink:
         self._times = 0
         self._client: redis.Redis | None = None
         self._rows: list[bytes] = []
+        self._held_bytes = 0
         self._at = 0
 
     # What a target does
@@ -60,7 +63,7 @@ class _RedisSink:
         self.close()
         self._client = client_of(self._url, TIMEOUT_S)
         self._check(self._client)
-        self._rows, self._at = [], committed if kept is None else kept
+        self._begin(committed if kept is None else kept)
         with self._client.pipeline() as together:
             watch(together, self._opened, self._waiting, self._committed)
             done, end = self._done(together), self._end(together)
@@ -76,7 +79,14 @@ class _RedisSink:
             self._times = int(together.execute()[0])
 
     def append(self, messages: Sequence[Message]) -> None:
-        self._rows += [msgspec.msgpack.encode(self._row(message)) for message in messages]
+        rows = [msgspec.msgpack.encode(self._row(message)) for message in messages]
+        self._held_bytes += sum(map(len, rows))
+        if self._held_bytes > STRETCH_BYTES_MAX:
+            raise UsageError(
+                f"the messages of one transaction take more than {STRETCH_BYTES_MAX:,} bytes, and "
+                "Redis takes all of them in one step: send fewer at a time, or use more workers"
+            )
+        self._rows += rows
         self._at += sum(len(message.payload) for message in messages)
 
     def flush(self) -> None:
@@ -88,7 +98,7 @@ class _RedisSink:
                 together.rpush(self._list(self._at), *self._rows[first : first + PUSH_ROWS])
             together.set(self._waiting, self._at)
             together.execute()
-        self._rows = []
+        self._begin(self._at)
 
     def commit(self, start: int, end: int) -> None:  # noqa: ARG002  the end says it all
         """Applied once: the list goes in the same transaction, and without it nothing is done.
@@ -120,7 +130,10 @@ class _RedisSink:
             together.multi()
             self._forget(together, end)
             together.execute()
-        self._rows, self._at = [], start
+        self._begin(start)
+
+    def _begin(self, at: int) -> None:
+        self._rows, self._held_bytes, self._at = [], 0, at
 
     def close(self) -> None:
         if self._client is not None:

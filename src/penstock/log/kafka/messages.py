@@ -19,6 +19,7 @@ from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 from penstock.errors import DamagedError
 from penstock.log.batch import Batch, Run
 from penstock.log.documents import documents_of
+from penstock.log.kafka import elements
 from penstock.log.objects import Stream
 from penstock.records.arrow import UTC_MICROSECONDS, arrow_schema, nullable
 from penstock.records.cloudevents import BINARY, JSON, SPEC_VERSION
@@ -56,12 +57,10 @@ def encode(stream: Stream, batch: pa.RecordBatch) -> Encoded:
     """The messages of a stamped batch."""
     names = [name for name in GIVEN if name != "_time" or not follows_from_data(batch)]
     columns = envelope(batch, names)
-    return Encoded(
-        batch.num_rows,
-        columns["_key"].to_pylist(),
-        documents_of(stream, batch).to_pylist(),
-        lambda: _headers(stream, batch, columns),
-    )
+    keys, values = columns["_key"].to_pylist(), documents_of(stream, batch).to_pylist()
+    if elements.tells_actions(stream):
+        keys, values = elements.to_messages(stream, keys, values)
+    return Encoded(batch.num_rows, keys, values, lambda: _headers(stream, batch, columns))
 
 
 def follows_from_data(batch: pa.RecordBatch) -> bool:
@@ -160,7 +159,7 @@ class MessageBatch(Batch):
         stream, messages = self.stream, self._messages
         match name:
             case "_key":
-                return pa.array([message.key() for message in messages], pa.binary())
+                return pa.array([_key_of(stream, message) for message in messages], pa.binary())
             case "_time":
                 return self._times()
             case "_id":
@@ -204,7 +203,7 @@ class MessageBatch(Batch):
 
 def decode(stream: Stream, messages: Sequence[Message]) -> Iterator[Batch | DamagedError]:
     """The events of messages of one partition; an error in the place of what cannot be read."""
-    values = [message.value() for message in messages]
+    values = [_value_of(stream, message) for message in messages]
     offsets = pa.array([message.offset() for message in messages], pa.int64())
     if stream.record is None:
         plain, wrong = _untyped(stream, values)
@@ -233,7 +232,7 @@ def _around(
             f"stream {stream.name}, partition {partition}: the message at offset {offset} is no "
             f"{stream.type}: {reason}",
             str(stream.name), partition, offset, offset,
-            key=messages[row].key(), data=messages[row].value(),
+            key=_key_of(stream, messages[row]), data=messages[row].value(),
         )  # fmt: skip
         at = row + 1
     if at < len(messages):
@@ -264,6 +263,16 @@ def _with_deleted(
     return plain.append_column(
         pa.field(DELETED, pa.bool_()), pa.array([value is None for value in values])
     )
+
+
+def _key_of(stream: Stream, message: Message) -> bytes | None:
+    key = message.key()
+    return elements.event_key(key) if key and elements.tells_actions(stream) else key
+
+
+def _value_of(stream: Stream, message: Message) -> bytes | None:
+    key, value = message.key(), message.value()
+    return elements.document(key, value) if key and elements.tells_actions(stream) else value
 
 
 def offset_of(message: Message) -> int:

@@ -33,17 +33,15 @@ def topic_settings(spec: StreamSpec) -> dict[str, str]:
     """Kafka's settings for a stream's topic."""
     copies = spec.replication or 1
     insync = {"write": 1, "majority": copies // 2 + 1, "all": copies}[spec.acks]
-    # An entry of actions is only known from all of them.
-    is_compacted = spec.table and spec.entries == "value"
     found = {
-        "cleanup.policy": "compact" if is_compacted else "delete",
+        "cleanup.policy": "compact" if spec.table else "delete",
         "min.insync.replicas": str(insync),
         "retention.ms": str(spec.retention_ms or -1),
         "retention.bytes": str(spec.retention_bytes or -1),
         "message.timestamp.type": "LogAppendTime",
         "max.message.bytes": str(MESSAGE_BYTES),
     }
-    if is_compacted:
+    if spec.table:
         found["min.compaction.lag.ms"] = str(PIN_MS_MAX)
         found["delete.retention.ms"] = str(PIN_MS_MAX)
     if spec.retention_bytes is not None:
