@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +148,78 @@ def test_another_file_that_got_the_same_inode(tmp_path: Path, log: Log, address:
         file.write("another file altogether\n")
     with pytest.raises(ConnectorError, match="not in its folder any more"):
         read_all(address, FileSource("in", path, until_end=True))
+
+
+HEADER = "a header that every file begins with" * 20
+
+
+@pytest.mark.row("W9", engine="any")
+def test_a_file_that_is_cut_while_it_is_followed(tmp_path: Path, log: Log, address: str) -> None:
+    path = tmp_path / "in.txt"
+    append(path, HEADER, "one")
+    with SourceConnector(address, [FileSource("in", path)]) as connector:
+        wait_until(lambda: "one" in lines(log), 20, "the first line")
+        os.truncate(path, 0)
+        threading.Event().wait(1.0)  # seen empty
+        append(path, HEADER, "two")
+        wait_until(lambda: "two" in lines(log), 20, "what came after the cut")
+        path.write_text(f"{HEADER}\n")
+        wait_until(lambda: lines(log).count(HEADER) == 3, 20, "the second cut")
+        append(path, "three")
+        wait_until(lambda: "three" in lines(log), 20, "what came after that")
+        connector.check()
+    append(path, "four")
+    read_all(address, FileSource("in", path, until_end=True))
+    assert lines(log) == [HEADER, "one", HEADER, "two", HEADER, "three", "four"]
+
+
+def test_a_file_that_is_cut_while_nobody_reads(tmp_path: Path, log: Log, address: str) -> None:
+    path = tmp_path / "in.txt"
+    append(path, HEADER, "one", "two")
+    read_all(address, FileSource("in", path, until_end=True))
+    path.write_text(f"{HEADER}\nthree\n")
+    with pytest.raises(ConnectorError, match="or was cut"):
+        read_all(address, FileSource("in", path, until_end=True))
+    read_all(address, FileSource("in", path, until_end=True, on_gone="skip"))
+    append(path, "four")
+    read_all(address, FileSource("in", path, until_end=True))
+    assert lines(log) == [HEADER, "one", "two", HEADER, "three", "four"]
+
+
+def test_what_was_read_may_be_compressed(tmp_path: Path, log: Log, address: str) -> None:
+    """As logrotate does it: numbers move on, the older ones are compressed and keep their time."""
+    path = tmp_path / "in.txt"
+    append(tmp_path / "in.txt.1", "before anybody followed it")
+    for day in range(5):
+        append(path, f"{day}")
+        read_all(address, FileSource("in", path, until_end=True))
+        for number in range(day + 1, 0, -1):
+            plain, packed = tmp_path / f"in.txt.{number}", tmp_path / f"in.txt.{number}.gz"
+            if packed.exists():
+                packed.rename(tmp_path / f"in.txt.{number + 1}.gz")
+            elif plain.exists():
+                subprocess.run(["gzip", str(plain)], check=True)
+                packed.rename(tmp_path / f"in.txt.{number + 1}.gz")
+        path.rename(tmp_path / "in.txt.1")
+    assert len(list(tmp_path.glob("*.gz"))) == 5
+    assert lines(log) == [f"{day}" for day in range(5)]
+
+
+def test_nothing_that_was_read_is_read_again(
+    tmp_path: Path, log: Log, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many files there are; and nothing that only has a similar name."""
+    monkeypatch.setattr("penstock.connect.sources.file.GENERATIONS_KEPT", 2)
+    path = tmp_path / "in.txt"
+    for day in range(6):
+        append(path, f"{day}")
+        read_all(address, FileSource("in", path, until_end=True))
+        path.rename(tmp_path / f"in.txt-2026010{day}")
+        append(tmp_path / f"in.txt.{'x' * (day + 1)}", "a copy that somebody made")
+        append(tmp_path / f"in.txt{day}", "another file")
+    append(path, "last")
+    read_all(address, FileSource("in", path, until_end=True))
+    assert lines(log) == [*(f"{day}" for day in range(6)), "last"]
 
 
 def test_a_last_line_without_an_end(tmp_path: Path, log: Log, address: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import time
 from pathlib import Path
 from typing import IO, Literal
@@ -22,24 +23,30 @@ OFFSET_BITS = 44
 READ_BYTES = 1 << 18
 LINE_BYTES_MAX = 1 << 20
 GENERATIONS_KEPT = 100
-HEAD_BYTES = 256
+MARK_BYTES = 256
 QUIET_S = 5.0
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+ROTATED = re.compile(r"[._-].*\d")
 
 
 class Known(msgspec.Struct, frozen=True):
-    """Which file a generation is: its device and inode, and a hash of how it begins.
+    """Which file a generation is: its inode, and how its first bytes begin and end.
 
-    A file that was removed may leave its inode to another.
+    A file that was removed may leave its inode to another, which may begin like it.
     """
 
-    device: int
-    inode: int
-    head_bytes: int = 0
-    head: str = ""
+    device: int = 0
+    inode: int = 0
+    size: int = 0
+    mark: str = ""
+    written_ns: int = 0
 
-    def is_same(self, other: Known) -> bool:
-        return (self.device, self.inode) == (other.device, other.inode)
+    def is_in(self, file: IO[bytes]) -> bool:
+        """Whether this is the file; it may have grown."""
+        found = os.fstat(file.fileno())
+        if (found.st_dev, found.st_ino) != (self.device, self.inode):
+            return False
+        return found.st_size >= self.size and mark_of(file, self.size) == self.mark
 
 
 class Generations(msgspec.Struct):
@@ -51,15 +58,25 @@ class Generations(msgspec.Struct):
     def latest(self) -> int:
         return max(self.files, default=0)
 
+    def has(self, file: IO[bytes], *, is_compressed: bool) -> bool:
+        """Whether it is one of them; or a copy, which keeps the time of what it was made from."""
+        all_ = [*self.files.values(), *self.before]
+        if is_compressed:
+            written_ns = os.fstat(file.fileno()).st_mtime_ns
+            return written_ns <= max(known.written_ns for known in all_)
+        return any(known.is_in(file) for known in all_)
+
 
 class FileSource(Source):
     """Follows `path`; `until_end` ends the stream where the file ends now.
 
     When the file is renamed and another one takes its place, the old one is read on until it has
     not grown for `quiet_s`, as long as it is in the same folder, under a name that begins like
-    its own; then those follow that came after it, oldest first. `on_gone` is what happens if one
-    is not there any more, was cut, or was compressed before it was read: `fail`, or go on with
-    what is there (`skip`).
+    its own; then those follow that came after it, oldest first, known by a name with a number or
+    a date behind (`orders.log.1`, `orders.log-20260131`). One that is cut while it is followed is
+    read from its start again. `on_gone` is what happens if one is not there any more, was cut
+    while nobody read it, or was compressed before it was read: `fail`, or go on with what is
+    there (`skip`).
     """
 
     def __init__(
@@ -111,7 +128,7 @@ class FileSource(Source):
             if self._rest:  # the last line of a file that will not grow any more
                 self._lines, self._rest = [self._rest], b""
             elif is_over:
-                self._turn()
+                self._turn(is_cut=self._is_cut())
             else:
                 return END
         line = self._lines.pop()
@@ -142,7 +159,7 @@ class FileSource(Source):
         self._note(known_of(self._file))
         if os.fstat(self._file.fileno()).st_size < self._offset:
             self._gone(f"{found} was cut: it has fewer bytes than were read of it")
-            self._turn()
+            self._turn(is_cut=True)
             return False
         self._file.seek(self._offset)
         self._grown_at = time.monotonic()
@@ -154,9 +171,9 @@ class FileSource(Source):
             return self._successor()
         for path in self._beside():
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                if known.is_same(known_of(file)) and begins_alike(file, known):
+                if known.is_in(file):
                     return path
-        self._gone(f"the file that {self._path.name} was is not in its folder any more")
+        self._gone(f"the file that {self._path.name} was is not in its folder any more, or was cut")
         self._turn()
         return None
 
@@ -164,18 +181,18 @@ class FileSource(Source):
         """The one that is followed; before it those that came between, oldest first."""
         if not self._generations.files:
             return self._path if self._path.exists() else None
-        seen = [*self._generations.files.values(), *self._generations.before]
         behind = []
         for path in self._beside():
+            is_followed = path == self._path
+            if not is_followed and not ROTATED.match(path.name.removeprefix(self._path.name)):
+                continue
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                now = known_of(file)
-                if not any(old.is_same(now) and begins_alike(file, old) for old in seen):
-                    written_ns = os.fstat(file.fileno()).st_mtime_ns
-                    behind.append((path == self._path, written_ns, path))
+                if not self._generations.has(file, is_compressed=path.suffix in COMPRESSED):
+                    behind.append((is_followed, os.fstat(file.fileno()).st_mtime_ns, path))
         if not behind:
             return None
         path = min(behind)[-1]
-        if path.suffix in COMPRESSED:
+        if path.suffix in COMPRESSED and path != self._path:
             self._gone(f"{path} was compressed before it was read")
             return self._path if self._path.exists() else None
         return path
@@ -201,7 +218,7 @@ class FileSource(Source):
     def _is_over(self) -> bool | None:
         """Whether another file has taken its place, or it was cut; `None`: it may yet grow."""
         assert self._file is not None  # noqa: S101  opened before
-        if os.fstat(self._file.fileno()).st_size < self._file.tell():
+        if self._is_cut():
             return True
         try:
             found = self._path.stat()
@@ -213,9 +230,16 @@ class FileSource(Source):
         is_quiet = time.monotonic() >= self._grown_at + self._quiet_s
         return True if is_quiet or self._until_end else None
 
-    def _turn(self) -> None:
-        """Go on with the next generation."""
-        if self._file is not None:
+    def _is_cut(self) -> bool:
+        assert self._file is not None  # noqa: S101  opened before
+        return os.fstat(self._file.fileno()).st_size < self._file.tell()
+
+    def _turn(self, *, is_cut: bool = False) -> None:
+        """Go on with the next generation; one that was cut is the next itself."""
+        if is_cut:
+            self.tell(f"{self._path} was cut: it is read from its start")
+            self._note(Known())
+        elif self._file is not None:
             self._note(known_of(self._file))
         self.handle_close()
         self._generation, self._offset = self._generation + 1, 0
@@ -225,8 +249,13 @@ class FileSource(Source):
         files = self._generations.files
         if files.get(self._generation) == known:
             return
-        kept = {n: f for n, f in files.items() if n > self._generation - GENERATIONS_KEPT}
-        before = self._generations.before if files else self._others(known)
+        there = self._there()
+        inodes = {(file.device, file.inode) for file in there}
+        latest = self._generation - GENERATIONS_KEPT
+        kept = {n: f for n, f in files.items() if n > latest or (f.device, f.inode) in inodes}
+        before = self._generations.before
+        if not files:
+            before = [file for file in there if file.inode != known.inode]
         self._generations = Generations({**kept, self._generation: known}, before)
         fresh = self._state.with_name(f"{self._state.name}.new")
         with fresh.open("wb") as file:
@@ -235,13 +264,13 @@ class FileSource(Source):
             os.fsync(file.fileno())
         fresh.replace(self._state)
 
-    def _others(self, known: Known) -> list[Known]:
-        """The files beside that one: what was rotated before anybody followed it."""
+    def _there(self) -> list[Known]:
+        """The files that are beside it now, under whatever name."""
         found = []
         for path in self._beside():
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 found.append(known_of(file))
-        return [other for other in found if not other.is_same(known)]
+        return found
 
     def _gone(self, why: str) -> None:
         if self._on_gone == "fail":
@@ -251,11 +280,12 @@ class FileSource(Source):
 def known_of(file: IO[bytes]) -> Known:
     """What to know an open file by."""
     found = os.fstat(file.fileno())
-    head = os.pread(file.fileno(), HEAD_BYTES, 0)
-    return Known(found.st_dev, found.st_ino, len(head), hashlib.sha256(head).hexdigest())
+    size = found.st_size
+    return Known(found.st_dev, found.st_ino, size, mark_of(file, size), found.st_mtime_ns)
 
 
-def begins_alike(file: IO[bytes], known: Known) -> bool:
-    """Whether a file begins as that one did when it was last looked at."""
-    head = os.pread(file.fileno(), known.head_bytes, 0)
-    return not known.head or hashlib.sha256(head).hexdigest() == known.head
+def mark_of(file: IO[bytes], size: int) -> str:
+    """A hash of how the first `size` bytes begin and end."""
+    begin = os.pread(file.fileno(), min(size, MARK_BYTES), 0)
+    end = os.pread(file.fileno(), min(size, MARK_BYTES), max(0, size - MARK_BYTES))
+    return hashlib.sha256(begin + end).hexdigest()
