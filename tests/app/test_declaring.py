@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import inspect
 import subprocess
 import sys
@@ -193,6 +194,35 @@ def join_without_watermark(app: App) -> None:
     orders.join(orders, on="user", within="1 hour")
 
 
+class Timed(Record):
+    user: str
+    at: dt.datetime
+
+
+def late_of_another_record(app: App) -> None:
+    orders = app.stream("orders", Timed, time="at")
+    late = app.stream("late", Order)
+
+    @app.derive_table(orders, key="user", window=tumbling("1 minute"), late=late)
+    def counts(orders: object, window: object) -> object: ...
+
+
+def late_without_record(app: App) -> None:
+    orders = app.stream("orders", Timed, time="at")
+    late = app.stream("late")
+
+    @app.derive_table(orders, key="user", window=tumbling("1 minute"), late=late)
+    def counts(orders: object, window: object) -> object: ...
+
+
+def late_of_another_app(app: App) -> None:
+    orders = app.stream("orders", Timed, time="at")
+    late = App("other").stream("late", Timed)
+
+    @app.derive_table(orders, key="user", window=tumbling("1 minute"), late=late)
+    def counts(orders: object, window: object) -> object: ...
+
+
 def window_without_time(app: App) -> None:
     orders = app.stream("orders", Order, key="user")
 
@@ -220,6 +250,9 @@ MISTAKES: list[tuple[Callable[[App], None], str]] = [
     (watermark_without_time, "has a watermark and no time"),
     (join_without_watermark, "needs a time and a watermark"),
     (window_without_time, "has windows, and orders no time"),
+    (late_of_another_record, "late has a field amount, and late events have none of this type"),
+    (late_without_record, "the stream late for late events has no record"),
+    (late_of_another_app, "late is a stream of another app"),
     (derived_from_nothing, "derived from nothing"),
 ]
 

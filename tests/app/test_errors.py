@@ -19,6 +19,7 @@ from penstock import (
     Producer,
     Transaction,
     declare,
+    read_events,
 )
 from penstock import open as open_log
 from penstock.errors import QueryFailedError
@@ -165,6 +166,30 @@ def test_a_failed_try_leaves_no_trace(tmp_path: Path) -> None:
         run.advance("2 hours")
         run.until_idle()
         assert run.events(notes) == []
+
+
+def test_a_timer_that_fails_is_a_dead_letter(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders, on_error="dead-letter")
+    def wait(order: Order, context: Context) -> None:
+        context.set_timer(after="1 hour")
+
+    @wait.timer
+    def remind(context: Context) -> None:
+        raise ValueError("nobody there")
+
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "tea"))
+        run.until_idle()
+        run.advance("2 hours")
+        run.until_idle()
+        (letter,) = [event.data for event in read_events(run.log, "wait_dead", DeadLetter)]
+        assert (letter.agent, letter.stream, letter.key) == ("wait", "", "ada")
+        assert letter.error == "ValueError: nobody there"
+        assert "timer" in letter.data
+        assert "remind" in letter.traceback
 
 
 @pytest.mark.parametrize("what", ["empty key", "wrong type", "wrong state", "naive timer"])

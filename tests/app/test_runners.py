@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from penstock import (
 )
 from penstock.app.query import Query
 from penstock.app.reset import reset_query
-from penstock.errors import FencedError
+from penstock.errors import FencedError, PenstockError
 from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Order, Shop, some_orders
 
@@ -146,6 +147,50 @@ def test_a_feed_gets_over_a_failed_commit(tmp_path: Path, kind: str) -> None:
     with AppTest(shop.app, tmp_path) as run, run.fault("commit.blobs", at=2):
         run.until_idle()
         assert len(run.events(shop.orders)) == 2500
+
+
+@pytest.mark.parametrize("kind", ["channel", "generator"])
+def test_a_feed_whose_commit_is_not_known_to_have_happened(tmp_path: Path, kind: str) -> None:
+    shop = Shop()
+    channel: Channel[Order] = Channel()
+    for order in some_orders(2500):
+        channel.send(order)
+    source = channel if kind == "channel" else (order for order in some_orders(2500))
+    shop.app.feed(source, to=shop.orders)
+    with AppTest(shop.app, tmp_path) as run, run.fault("commit.committed", at=2):
+        run.until_idle()
+        assert len(run.events(shop.orders)) == 2500
+
+
+class Flaky:
+    """Orders that can be read again and again; the first time they fail in the middle."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __iter__(self) -> Iterator[Order]:
+        for number, order in enumerate(some_orders(2500)):
+            if number == 1500 and self.times:
+                self.times -= 1
+                raise OSError("the disk has a hiccup")
+            yield order
+
+
+def test_a_feed_that_fails_in_the_middle_is_read_again(tmp_path: Path) -> None:
+    shop = Shop()
+    shop.app.feed(Flaky(1), to=shop.orders)
+    with AppTest(shop.app, tmp_path) as run:
+        run.until_idle()
+        assert len(run.events(shop.orders)) == 2500
+
+
+def test_a_feed_that_cannot_be_read_again_does_not_seem_to_be_at_its_end(tmp_path: Path) -> None:
+    shop = Shop()
+    shop.app.feed(iter(Flaky(1)), to=shop.orders)
+    with AppTest(shop.app, tmp_path) as run:
+        with pytest.raises(PenstockError, match="cannot be read again from its start"):
+            run.until_idle()
+        assert len(run.events(shop.orders)) == 1000
 
 
 def test_settings_of_a_stream_are_brought_up_to_date(tmp_path: Path) -> None:

@@ -158,6 +158,31 @@ def test_windows_relative_to_the_clock_expire(tmp_path: Path) -> None:
         assert run.table(counts) == {}
 
 
+class Visit(Record):
+    page: int
+
+
+def test_windows_of_numbered_keys_expire(tmp_path: Path) -> None:
+    app = App("site")
+    visits = app.stream("visits", Visit, key="page")
+    counts = app.table(
+        "counts", key=int, value=int, default=0, window=tumbling("1 hour", expires="1 hour"),
+        relative_to="clock",
+    )  # fmt: skip
+
+    @app.agent(visits, state=counts)
+    def count(visit: Visit, counts: WindowedEntry[int]) -> None:
+        counts.current().value += 1
+
+    with AppTest(app, tmp_path) as run:
+        run.send(visits, Visit(7), Visit(7))
+        run.until_idle()
+        assert [(key, value) for (key, _), value in run.table(counts).items()] == [(7, 2)]
+        run.advance("3 hours")
+        run.until_idle()
+        assert run.table(counts) == {}
+
+
 def test_changes_of_a_table_call_an_agent(tmp_path: Path) -> None:
     shop = Shop()
     told = shop.app.stream("told", Note)

@@ -140,11 +140,26 @@ def test_mistakes_are_usage_errors(shop: Path) -> None:
         (["run", "shop.py:nobody"], "has no app 'nobody'"),
         (["run", "shop.py", "--only", "nobody"], "defines no nobody: it defines add_up, counts"),
         (["reset", "shop.py", "nobody"], "defines no nobody"),
+        (["reset", "shop.py", "add_up+nobody"], "defines no nobody"),
         (["run", "shop.py", "--conf", "x"], "is not KEY=VALUE"),
     ):
         done = penstock(shop, *arguments)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert not (shop / "shop.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("master", "why"),
+    [
+        ("sparkk://x:1", "Could not parse Master URL"),
+        ("spark://127.0.0.1:1", "no Spark master answers at spark://127.0.0.1:1"),
+    ],
+)
+def test_a_wrong_master_says_so(shop: Path, master: str, why: str) -> None:
+    done = penstock(shop, "run", "shop.py", "--master", master)
+    assert done.returncode != 0
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_broken_module_shows_its_own_traceback(shop: Path) -> None:

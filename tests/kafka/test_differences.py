@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
 import pytest
+from confluent_kafka import Producer as Other
+from confluent_kafka.admin import AdminClient, NewTopic
 
 from penstock import (
     AlterStream,
+    App,
+    AppTable,
     Commit,
     CreateStream,
     DropStream,
     Log,
     Producer,
+    ReadOptions,
     Table,
     Transaction,
     declare,
+    read_changes,
     read_events,
 )
 from penstock import open as open_log
+from penstock.app.splits import keyed_splits
+from penstock.app.state import State
+from penstock.app.task import Range
 from penstock.errors import ClosedError, LogFormatError, PenstockError, PieceError, UsageError
 from penstock.log.kafka.log import KafkaLog
+from penstock.log.names import parse_stream
+from penstock.records.event import partition_of
 from penstock.testing.brokers import Brokers
 from penstock.testing.contract import Order, create, make_part, orders
 
@@ -52,6 +64,52 @@ def test_wrong_options_are_refused(broker: Brokers) -> None:
 def test_a_log_that_is_not_there_is_not_made_by_reading(url: str) -> None:
     with pytest.raises(LogFormatError, match="create a stream there first"):
         open_log(url, create=False)
+
+
+def test_whoever_writes_what_follows_waits_for_open_commits(
+    kafka: KafkaLog, broker: Brokers
+) -> None:
+    """A commit may be acknowledged before its end can be read: as one that is still open."""
+    table = cast(AppTable[object], App("any").table("totals", value=int, default=0))
+    assert table.spec is not None
+    kafka.apply([CreateStream(table.spec)])
+    topic = kafka._cluster.address.topic(kafka.stream("totals").name)
+    other = Other({"bootstrap.servers": broker.addresses[0], "transactional.id": topic})
+    other.init_transactions(30)
+    other.begin_transaction()
+    other.produce(topic, b'{"value": 2}', b"ada", partition=0)
+    other.flush(30)
+    assert kafka.get("totals", [b"ada"]) == [None]
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(lambda: State(kafka, table).entry(b"ada").value)
+        with pytest.raises(TimeoutError):
+            asked.result(1.0)
+        other.commit_transaction(30)
+        assert asked.result(30) == 2
+
+
+def test_keys_of_an_adopted_stream_are_looked_for_everywhere(
+    kafka: KafkaLog, broker: Brokers
+) -> None:
+    topic = f"{kafka._cluster.address.topic(parse_stream('theirs'))}"
+    admin = AdminClient({"bootstrap.servers": broker.addresses[0]})
+    admin.create_topics([NewTopic(topic, 3)])[topic].result(30)
+    other = Other({"bootstrap.servers": broker.addresses[0]})
+    for number in range(9):
+        value = b'{"user": "u%d", "amount": %d}' % (number, number)
+        home = (partition_of(b"u%d" % number, 3) + 1) % 3  # as another partitioner might
+        other.produce(topic, value, b"u%d" % number, partition=home)
+    other.flush(30)
+    kafka.adopt(declare("theirs", Order, key="user", table=True))
+    table = Table(kafka, "theirs", Order)
+    found = table.get_many([f"u{number}" for number in range(9)])
+    assert [order.amount if order else None for order in found] == list(range(9))
+    (change,) = read_changes(kafka, "theirs", Order, ReadOptions(key="u4"))
+    assert change.data == Order("u4", 4)
+    stream = kafka.stream("theirs")
+    ranges = [Range("theirs", partition, 0, 9) for partition in range(3)]
+    splits = keyed_splits(ranges, {"theirs": stream}, 2, (), ())
+    assert [(split.ranges, split.slots) for split in splits] == [(tuple(ranges), 2)] * 2
 
 
 def test_a_commit_writes_to_one_stream_that_compares_ids(kafka: Log) -> None:

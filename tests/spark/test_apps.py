@@ -238,6 +238,21 @@ def test_uuids_differ_from_batch_to_batch(spark: SparkSession, tmp_path: Path) -
         assert len({row.mark for row in rows(run, marked)}) == 3
 
 
+def test_late_events_that_are_only_counted(spark: SparkSession, tmp_path: Path) -> None:
+    """In more batches than Spark remembers."""
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="item", window=tumbling("10 seconds"))
+    def closed(orders: DataFrame, window: Column) -> DataFrame:
+        return orders.groupBy("item", window).agg(F.sum("amount").alias("sum"))
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        for seconds in (1, 100, *range(2, 10)):
+            run.send(shop.orders, Order("a", "tea", 1, at(seconds)))
+            run.until_idle()
+        assert run.statuses()["closed"].rows_late == 8
+
+
 def test_late_events_are_counted(spark: SparkSession, tmp_path: Path) -> None:
     shop, _, late = windows_app("tumbling")
     with AppTest(shop.app, tmp_path, spark) as run:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import shutil
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pyarrow as pa
@@ -18,6 +19,9 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from penstock import (
     AlterStream,
+    App,
+    AppTable,
+    Commit,
     CreateStream,
     Log,
     Producer,
@@ -28,7 +32,10 @@ from penstock import (
     read_events,
 )
 from penstock import open as open_log
+from penstock.app.state import State
 from penstock.errors import OffsetGoneError
+from penstock.log.api import Part
+from penstock.log.compose import Composer
 from penstock.spark.options import parse
 from penstock.spark.source import BatchReader, RangePartition, bounded, splits
 
@@ -220,6 +227,22 @@ def test_a_batch_that_spark_runs_again_changes_nothing(place: Place) -> None:
     assert place.amounts("copies") == list(range(100))
 
 
+def test_a_checkpoint_that_is_one_batch_old_is_refused(place: Place) -> None:
+    """Its next batch has the number of the last one that was written, and other rows."""
+    place.copy(place.follow("orders"), "copies", "copier")
+    shutil.copytree(place.folder / "cp", place.folder / "old")
+    for first in (100, 110):
+        with Producer(place.log) as producer:
+            for n in range(first, first + 10):
+                producer.send("orders", order(n))
+        if first == 100:
+            place.copy(place.follow("orders"), "copies", "copier")
+    with pytest.raises(PySparkException, match="the checkpoint is an old copy"):
+        place.copy(place.follow("orders"), "copies", "copier", checkpoint="old")
+    place.copy(place.follow("orders"), "copies", "copier")
+    assert place.amounts("copies") == list(range(120))
+
+
 def test_another_checkpoint_under_the_same_name_is_refused(place: Place) -> None:
     place.copy(place.follow("orders"), "copies", "copier")
     with pytest.raises(PySparkException, match="another checkpoint"):
@@ -260,6 +283,18 @@ def test_what_retention_removed(place: Place) -> None:
         rows("fail")
     assert rows("earliest") == offsets.next - offsets.first
     assert rows("latest") == 0
+
+
+def test_a_table_of_sets_without_its_values(place: Place) -> None:
+    table = App("any").table("tags", value=set[str])
+    assert table.spec is not None
+    place.log.apply([CreateStream(table.spec)])
+    state = State(place.log, cast(AppTable[object], table))
+    state.entry(b"ada").value = {"x", "y"}
+    part = state.part(Composer("test", place.log.limits))
+    place.log.commit(place.log.hold("test"), 0, Commit(parts=[cast(Part, part)]))
+    assert place.read("tags").select("values").collect()[0].values == ["x", "y"]
+    assert bytes(place.read("tags", columns="_key").collect()[0]._key) == b"ada"
 
 
 def test_a_table_is_a_snapshot_and_its_changelog_a_stream(place: Place) -> None:

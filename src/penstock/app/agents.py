@@ -15,7 +15,7 @@ from penstock.app.definitions import Agent
 from penstock.app.emissions import Emissions
 from penstock.app.entry import Entry, WindowedEntry
 from penstock.app.state import State
-from penstock.app.tables import AppTable, Values, window_key
+from penstock.app.tables import AppTable, Values, window_key, without_window
 from penstock.app.task import (
     BatchOrder,
     FailedError,
@@ -331,6 +331,20 @@ class _Run:
             tries=tries,
         )
 
+    def _dead_timer(self, event: Event[object], error: Exception, tries: int) -> DeadLetter:
+        return DeadLetter(
+            agent=self._agent.name,
+            stream="",
+            partition=0,
+            offset=0,
+            id=event.id,
+            key=cast(bytes, event.key).decode(errors="backslashreplace"),
+            data=msgspec.json.encode({"timer": event.time}).decode(),
+            error=f"{type(error).__name__}: {error}",
+            traceback=user_traceback(error),
+            tries=tries,
+        )
+
     # Timers
 
     def _fire(self, name: bytes, due_us: int) -> None:
@@ -338,16 +352,18 @@ class _Run:
         self.timers[name] = None
         key = name[1:]
         if name[:1] == EXPIRY:
-            cast(State, self._state).entry(key).delete()
+            cast(State, self._state).entry(key, without_window(key)[0]).delete()
             return
         event: Event[object] = Event(
             data=None, id=f"{key!r}@{due_us}", type="timer", source=self._source,
             time=from_microseconds(due_us), key=key,
         )  # fmt: skip
-        _, error, _ = self._try(self._call_timer, event)
+        _, error, tries = self._try(self._call_timer, event)
         if error is not None and self._agent.on_error == "stop":
             raise self._failed_at(f"the timer of key {key!r}", error) from error
         self.skipped += error is not None
+        if error is not None and self._agent.dead is not None:
+            self.out.add(self._agent.dead.name, self._dead_timer(event, error, tries), event.id)
 
     def _call_timer(self, event: Event[object], tries: int) -> Context:
         del tries

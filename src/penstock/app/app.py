@@ -11,6 +11,7 @@ from typing import Literal, TypeVar, overload
 
 from penstock.app import joining
 from penstock.app.checks import (
+    check_late,
     check_place,
     checked,
     declared,
@@ -304,6 +305,8 @@ class App:
             )
         if late is not None and window is None:
             raise AppError(f"{where}: {name} names a stream for late events and no window")
+        if late is not None:
+            check_late(where, name, late, inputs[0])
         outputs = (output, late) if late is not None else (output,)
         self.define(
             Derivation(name=name, inputs=inputs, outputs=outputs, location=where,

@@ -87,3 +87,25 @@ def no_changelog(where: Location, name: str, tables: Mapping[str, object]) -> No
             f"{where}: {name} is a table's changelog, some of whose events have no data: let an "
             "agent pass on what you need of it"
         )
+
+
+def check_late(
+    where: Location,
+    name: str,
+    late: AppStream[object],
+    source: AppStream[object] | AppTable[object],
+) -> None:
+    """Late events go to that stream as they came, so they must have its fields."""
+    given = source.spec.record if source.spec is not None else None
+    wanted = late.spec.record if late.spec is not None else None
+    if late.app is not source.app:
+        raise AppError(f"{where}: {name}: {late.name} is a stream of another app")
+    if wanted is None:
+        raise AppError(f"{where}: {name}: the stream {late.name} for late events has no record")
+    known = {} if given is None else {field.name: field.type for field in given.fields}
+    strange = [f.name for f in wanted.fields if given is not None and known.get(f.name) != f.type]
+    if strange:
+        raise AppError(
+            f"{where}: {name}: {late.name} has a field {strange[0]}, and late events have none of "
+            f"this type: declare it with the record of {source.name}"
+        )

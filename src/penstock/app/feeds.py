@@ -15,7 +15,7 @@ from penstock.app.definitions import Feed
 from penstock.app.positions import Position, producer_name, progress_key, saved_position
 from penstock.app.query import Step
 from penstock.app.streams import Emit
-from penstock.errors import ClosedError
+from penstock.errors import AppError, ClosedError
 from penstock.log.api import Holder, Log
 from penstock.log.commit import next_sequence
 from penstock.log.compose import EventOptions
@@ -87,15 +87,20 @@ class FeedQuery:
         self._source: Iterable[object] = definition.source
         self._items: Iterator[object] | None = None
         self._waiting: list[object] = []
+        self._taken = 0
+        """How many there are up to the last that waits."""
         self._is_done = False
+        self._has_failed = False
 
     def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None:
         holder = self._log.hold(producer_name(self._app, self.name))
         saved = saved_position(self._log, self._app, self.name)
-        taken = 0 if saved is None else saved.next[self._stream][0]
+        taken = 0 if saved is None else saved.next.get(self._stream, {}).get(0, 0)
         sequence = next_sequence(self._log, holder.producer)
+        if self._waiting and taken == self._taken:
+            self._safe()  # it was committed, and the answer was lost
         if self._items is None and not isinstance(self._source, Channel):
-            self._items = itertools.islice(self._source, taken, None)
+            self._items = itertools.islice(self._begun(), taken, None)
         while not stop.is_set():
             began = time.monotonic()
             self._take()
@@ -103,11 +108,10 @@ class FeedQuery:
                 break
             if not self._waiting:
                 continue
-            taken += len(self._waiting)
+            rows = len(self._waiting)
+            self._taken = taken = taken + rows
             self._commit(holder, sequence, taken)
-            rows, self._waiting = len(self._waiting), []
-            if isinstance(self._source, Channel):
-                self._source.done(rows)
+            self._safe()
             committed = self._log.last_commit(holder.producer)
             assert committed is not None  # noqa: S101  it was committed just now
             tell(
@@ -118,6 +122,21 @@ class FeedQuery:
             )  # fmt: skip
             sequence += 1
         stop.wait()
+
+    def _begun(self) -> Iterator[object]:
+        found = iter(self._source)
+        if found is self._source and self._has_failed:
+            raise AppError(
+                f"{self.definitions[0].location}: what feeds {self._stream} has failed, and cannot "
+                "be read again from its start: give an iterable that can, or start the app again"
+            )
+        return found
+
+    def _safe(self) -> None:
+        """What waited is in the log."""
+        rows, self._waiting = len(self._waiting), []
+        if isinstance(self._source, Channel):
+            self._source.done(rows)
 
     def _take(self) -> None:
         """The next items, unless some wait that a failed commit left over."""
@@ -130,7 +149,11 @@ class FeedQuery:
             self._waiting = found or []
         else:
             assert self._items is not None  # noqa: S101  made when it was started
-            self._waiting = list(itertools.islice(self._items, FEED_ROWS_MAX))
+            try:
+                self._waiting = list(itertools.islice(self._items, FEED_ROWS_MAX))
+            except BaseException:
+                self._items, self._has_failed = None, True  # it would only seem to be at its end
+                raise
             self._is_done = not self._waiting
 
     def _commit(self, holder: Holder, sequence: int, taken: int) -> None:

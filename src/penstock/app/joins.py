@@ -93,7 +93,7 @@ class TableJoinWork:
         keys = sorted({key for item in inputs.batches for key in _keys_of_slot(item, split)})
         stream = log.stream(self._output.name)
         values = Values(self._output, stream)
-        before = log.get(self._output.name, keys)
+        before = log.get(self._output.name, keys, settled=True)
         sides = [read_values(log, table, keys, batch.pin) for table in self._sides]
         made: Any = record_type(cast(Schema, stream.record))
         names = [table.name for table in self._sides]

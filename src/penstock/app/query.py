@@ -25,6 +25,7 @@ from penstock.app.positions import (
 from penstock.app.splits import free_splits, keyed_splits, merged
 from penstock.app.tables import AppTable
 from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range, Split, read_range
+from penstock.app.timers import Timers
 from penstock.errors import (
     FencedError,
     LimitError,
@@ -106,7 +107,7 @@ class Query:
         self._is_keyed = any(isinstance(d, Agent | TableJoin) for d in definitions)
         self._holder: Holder | None = None
         self.position = Position(producer=self.producer, sequence=0, next={})
-        self._timers: dict[bytes, int] = {}
+        self._timers = Timers()
         self._retry_at = 0.0
         self._is_busy = False
         self._is_started = False
@@ -133,14 +134,14 @@ class Query:
         self._is_started = True
 
     def _load_timers(self) -> None:
-        self._timers = {}
+        self._timers = Timers()
         for definition in self.definitions:
             table = definition.timers if isinstance(definition, Agent) else None
             if table is None or not keeps_timers(definition):
                 continue
             for entries in self._log.snapshot(table.name):
                 for entry in entries:
-                    self._timers[entry.key] = msgspec.msgpack.decode(entry.value)["value"]
+                    self._timers.set(entry.key, msgspec.msgpack.decode(entry.value)["value"])
 
     # Going on
 
@@ -165,9 +166,9 @@ class Query:
         """Wait until there is something to do, or the timeout is over."""
         if self._has_due():
             return True
-        if self._timers:
-            due_in = (min(self._timers.values()) - self._clock()) / 1e6
-            timeout_s = max(0.0, min(timeout_s, due_in))
+        due_us = self._timers.next_us()
+        if due_us is not None:
+            timeout_s = max(0.0, min(timeout_s, (due_us - self._clock()) / 1e6))
         if len(self._inputs) == 1:
             name = self._inputs[0]
             found = self._log.wait(name, self._full_position(name), timeout_s)
@@ -178,7 +179,8 @@ class Query:
         return news or self._has_due()
 
     def _has_due(self) -> bool:
-        if self._timers and min(self._timers.values()) <= self._clock():
+        due_us = self._timers.next_us()
+        if due_us is not None and due_us <= self._clock():
             return True
         return bool(self.position.again) and time.monotonic() >= self._retry_at
 
@@ -266,9 +268,7 @@ class Query:
         return at
 
     def _due_timers(self) -> list[tuple[bytes, int]]:
-        now = self._clock()
-        due = sorted((at, key) for key, at in self._timers.items() if at <= now)
-        return [(key, at) for at, key in due[: self._limits.batch_rows_max]]
+        return self._timers.due(self._clock(), self._limits.batch_rows_max)
 
     def _due_again(self) -> list[Range]:
         if not self.position.again or time.monotonic() < self._retry_at:
@@ -373,10 +373,7 @@ class Query:
     def _keep_timers(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             for key, due_us in outcome.timers:
-                if due_us is None:
-                    self._timers.pop(key, None)
-                else:
-                    self._timers[key] = due_us
+                self._timers.set(key, due_us)
 
     def late_rows(self) -> int:
         return 0

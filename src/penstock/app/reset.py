@@ -57,6 +57,8 @@ def reset_query(
         raise UnknownObjectError(
             f"app {app} has not run a query {name}: it has run {', '.join(known) or 'none'}"
         )
+    if start == "latest" and not inputs:
+        raise UsageError(f"{name} reads no stream that has a latest event: leave out --from latest")
     if output == "clear" and not outputs:
         raise UsageError(f"{name}: nothing is known to be made by it, so nothing can be cleared")
 

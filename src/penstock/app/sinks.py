@@ -85,7 +85,7 @@ class SinkQuery(Query):
         del timers, again
         workers = self._target.workers
         (stream,) = streams.values()
-        if stream.partitions == workers and len(stream.grown) == 1:
+        if stream.partitions == workers and stream.keeps_keys_together:
             homes = sorted({range_.partition for range_ in ranges})
             return [
                 Split(number=home, ranges=tuple(r for r in ranges if r.partition == home))

@@ -40,11 +40,10 @@ def keyed_splits(
     """Cuts that keep the events of a key together and in order.
 
     A partition holds all events of its keys, so a task takes whole partitions; where a stream
-    has grown, or there are several, keys are in more than one partition: then each task reads
-    them all, and keeps its share of the keys.
+    has grown, others may write to it, or there are several, keys are in more than one partition:
+    then each task reads them all, and keeps its share of the keys.
     """
-    grown = len(streams) > 1 or any(len(stream.grown) > 1 for stream in streams.values())
-    if grown:
+    if len(streams) > 1 or not all(stream.keeps_keys_together for stream in streams.values()):
         return [
             Split(number=n, ranges=tuple(ranges), slot=n, slots=tasks, again=tuple(again),
                   timers=tuple(t for t in timers if _slot_of(t[0], tasks) == n))

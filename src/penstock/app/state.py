@@ -38,7 +38,7 @@ class State:
         """Look up many keys at once."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._before]
         if missing:
-            found = self._log.get(self._table.name, missing)
+            found = self._log.get(self._table.name, missing, settled=True)
             self._before.update(
                 (key, None if entry is None else entry.value)
                 for key, entry in zip(missing, found, strict=True)

@@ -12,12 +12,13 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from penstock.app.definitions import Agent, keeps_timers
+from penstock.app.app import App
+from penstock.app.definitions import Agent, Definition, keeps_timers
 from penstock.app.loading import load_app
 from penstock.app.plan import plan
 from penstock.app.query import QueryLimits
 from penstock.app.reports import agent_rows
-from penstock.app.reset import default_checkpoints, reset_query
+from penstock.app.reset import Output, default_checkpoints, reset_query
 from penstock.app.runner import QueryStatus, Runner
 from penstock.app.streams import AppStream
 from penstock.cli.options import (
@@ -190,7 +191,10 @@ def view(runner: Runner) -> Table:
 def reset(  # noqa: PLR0913  a parameter for each option
     context: typer.Context,
     app: AppArgument,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="The definition to start again.")],
+    query: Annotated[
+        str,
+        typer.Argument(metavar="QUERY", help="The definition to start again; or several, as a+b."),
+    ],
     start: Annotated[
         Literal["earliest", "latest"],
         typer.Option("--from", help="Where it reads from when it starts again."),
@@ -206,7 +210,24 @@ def reset(  # noqa: PLR0913  a parameter for each option
 ) -> None:
     """Let a query start again: forget its position, and the state that Spark keeps for it."""
     loaded = load_app(app)
-    definition = plan(loaded).only([query]).definitions[0]
+    chosen = plan(loaded).only(query.split("+")).definitions
+    made = {definition.name: _made_by(loaded, definition, output) for definition in chosen}
+    with open_named(context, log, log_option) as opened:
+        for definition in chosen:
+            done = reset_query(
+                opened, loaded.name, definition.name, start=start, output=output,
+                inputs=definition.triggers, outputs=made[definition.name],
+                checkpoints=_checkpoints(context, log, checkpoints),
+            )  # fmt: skip
+            if json:
+                say_json(done)
+            else:
+                what = f"; emptied {', '.join(done.cleared)}" if done.cleared else ""
+                say(f"{definition.name} starts again from {start}{what}")
+
+
+def _made_by(loaded: App, definition: Definition, output: Output) -> tuple[str, ...]:
+    """The streams and tables of a definition; raises if one is to be cleared and is not its own."""
     places = [*definition.outputs]
     if isinstance(definition, Agent) and definition.timers and keeps_timers(definition):
         places.append(definition.timers)
@@ -221,17 +242,7 @@ def reset(  # noqa: PLR0913  a parameter for each option
         ]
         if shared:
             raise UsageError(f"{shared[0]} is written by others too, and cannot be cleared alone")
-    with open_named(context, log, log_option) as opened:
-        done = reset_query(
-            opened, loaded.name, query, start=start, output=output,
-            inputs=definition.triggers, outputs=outputs,
-            checkpoints=_checkpoints(context, log, checkpoints),
-        )  # fmt: skip
-    if json:
-        say_json(done)
-    else:
-        what = f"; emptied {', '.join(done.cleared)}" if done.cleared else ""
-        say(f"{query} starts again from {start}{what}")
+    return outputs
 
 
 def list_agents(

@@ -283,8 +283,14 @@ class Log(Protocol):
 
     # Tables: streams declared with table=True
 
-    def get(self, stream: str, keys: Sequence[bytes], at: Pin | None = None) -> list[Entry | None]:
-        """The entries of these keys, in their order, all of one moment: now, or the pinned one."""
+    def get(
+        self, stream: str, keys: Sequence[bytes], at: Pin | None = None, *, settled: bool = False
+    ) -> list[Entry | None]:
+        """The entries of these keys, in their order, all of one moment: now, or the pinned one.
+
+        `settled` waits for commits that are just becoming visible: whoever writes entries that
+        follow from these must not miss one that was acknowledged.
+        """
 
     def page(
         self, stream: str, after: bytes | None = None, limit: int = 100, at: Pin | None = None

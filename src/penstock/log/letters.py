@@ -13,7 +13,7 @@ class DeadLetter(Record):
 
     Of one that could not be read, `agent` and `id` are empty, and `data` is what is there. Of a
     connector's message that the stream cannot hold, `id` is the one it would have had, and
-    `offset` its number.
+    `offset` its number. Of a timer, `stream` is empty, and `data` says when it was due.
     """
 
     agent: str

@@ -14,6 +14,7 @@ import msgspec
 from penstock.errors import BadNameError, EvolutionError, LimitError, RecordError, UsageError
 from penstock.log.names import DEFAULT, SYSTEM, StreamName, check_name, parse_stream
 from penstock.log.quantities import format_duration
+from penstock.records.event import partition_of
 from penstock.records.evolution import check_evolution
 from penstock.records.schema import Maybe, Record, Scalar, Schema, Type, schema_of
 
@@ -65,7 +66,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
     `grown` lists the numbers of partitions it has had, the present one last; `records` are
     the schema versions, the present one last. `id` is never reused; `version` changes
-    whenever the stream does.
+    whenever the stream does. `is_adopted` is one that others made, and may write to.
     """
 
     id: int
@@ -75,10 +76,22 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[Schema, ...]
     created: dt.datetime
     version: int
+    is_adopted: bool = False
 
     @property
     def partitions(self) -> int:
         return self.grown[-1]
+
+    @property
+    def keeps_keys_together(self) -> bool:
+        """Whether all events of a key are in one partition: others may place them elsewhere."""
+        return self.partitions == 1 or (len(self.grown) == 1 and not self.is_adopted)
+
+    def homes(self, key: bytes) -> set[int]:
+        """The partitions in which events of a key may be."""
+        if self.is_adopted:
+            return set(range(self.partitions))
+        return {partition_of(key, count) for count in self.grown}
 
     @property
     def record(self) -> Schema | None:

@@ -15,7 +15,7 @@ from penstock.log.api import Log, Start
 from penstock.log.batch import Batch
 from penstock.log.compose import check_class_fits
 from penstock.log.objects import Stream
-from penstock.records.event import Event, Key, key_bytes, partition_of
+from penstock.records.event import Event, Key, key_bytes
 from penstock.records.schema import Record
 
 R = TypeVar("R", bound=Record)
@@ -133,7 +133,7 @@ def chosen(stream: Stream, options: ReadOptions) -> list[int]:
     """The partitions that the options ask for."""
     key = key_bytes(options.key)
     if key is not None:
-        return sorted({partition_of(key, grown) for grown in stream.grown})
+        return sorted(stream.homes(key))
     if options.partitions is None:
         return list(range(stream.partitions))
     for partition in options.partitions:

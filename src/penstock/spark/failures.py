@@ -37,10 +37,10 @@ def user_failure(definition: str, error: BaseException) -> Failure:
             traceback=trace,
         )  # fmt: skip
     own = user_traceback(error) if error.__traceback__ is not None else traceback.format_exc()
-    return Failure(definition=definition, place="Spark", error=_reason(error), traceback=own)
+    return Failure(definition=definition, place="Spark", error=reason(error), traceback=own)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """What went wrong, in one line; of an error of Java's, what caused it in the end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]

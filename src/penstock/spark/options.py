@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.app.splits import SPLIT_ROWS
 from penstock.errors import UsageError
-from penstock.log import OptionValue
+from penstock.log import OptionValue, is_path
 from penstock.log.api import Log, Start
 from penstock.log.quantities import parse_bytes
 from penstock.log.read import start_offset
@@ -19,6 +19,8 @@ OnGone = Literal["fail", "earliest", "latest"]
 OnDamage = Literal["fail", "skip"]
 _OF_SPARK = ("checkpointlocation", "queryname")
 BATCH_ROWS = 4_194_304
+BATCH_ROWS_ON_KAFKA = 1_048_576
+"""A batch that is written there is one transaction, and must not take too long."""
 
 
 class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +45,13 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
     changes: bool = False
     wait_ms: int = 0
     producer: str | None = None
+    checkpoint: str | None = None
+    """Where Spark keeps the query's state, if that was said; not an option of ours."""
     log_options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def default_batch_rows(self) -> int:
+        return BATCH_ROWS if is_path(self.log) else BATCH_ROWS_ON_KAFKA
 
     @property
     def for_log(self) -> dict[str, OptionValue]:
@@ -59,13 +67,18 @@ def taken(
     """
     given = {k: v for k, v in options.items() if k.lower() not in _OF_SPARK}
     of_log = sorted((k[4:], given.pop(k)) for k in list(given) if k.startswith("log."))
-    names = {*known.__struct_fields__} - {"log_options"}
+    names = {*known.__struct_fields__} - {"log_options", "checkpoint"}
     unknown = sorted(set(given) - names - {"path"})
     if unknown:
         raise UsageError(
             f"format({format_!r}) has no option {unknown[0]!r}; it has {', '.join(sorted(names))}"
         )
     return given, of_log
+
+
+def checkpoint_of(options: Mapping[str, str]) -> str | None:
+    """Spark's own option, in whatever case."""
+    return next((v for k, v in options.items() if k.lower() == "checkpointlocation"), None)
 
 
 def parse(options: Mapping[str, str]) -> SourceOptions:
@@ -80,6 +93,7 @@ def parse(options: Mapping[str, str]) -> SourceOptions:
     if "batch_bytes" in given:
         values["batch_bytes"] = parse_bytes(given["batch_bytes"])
     values["log_options"] = of_log
+    values["checkpoint"] = checkpoint_of(options)
     try:
         made = msgspec.convert(values, SourceOptions, strict=False)
     except msgspec.ValidationError as error:

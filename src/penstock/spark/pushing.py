@@ -35,7 +35,7 @@ from penstock.records.documents import to_documents
 from penstock.records.event import DATA, DELETED, key_column
 from penstock.records.schema import Schema
 from penstock.spark.columns import record_of
-from penstock.spark.options import SourceOptions, taken
+from penstock.spark.options import SourceOptions, checkpoint_of, taken
 from penstock.spark.sink import BatchWriter, StreamWriter
 from penstock.spark.worker import quiet_log
 
@@ -58,6 +58,7 @@ class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     cookie: str = ""
     timeout: str = "60 seconds"
     retention: str = "7 days"
+    checkpoint: str | None = None
     log_options: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -73,8 +74,9 @@ class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def for_writer(self) -> SourceOptions:
         return SourceOptions(
-            log=self.log, stream=self.stream, producer=self.producer, log_options=self.log_options
-        )
+            log=self.log, stream=self.stream, producer=self.producer, checkpoint=self.checkpoint,
+            log_options=self.log_options,
+        )  # fmt: skip
 
     def opened(self) -> Log:
         return quiet_log(self.log, dict(self.log_options))
@@ -88,8 +90,9 @@ def parse(options: Mapping[str, str]) -> SinkOptions:
     for name in ("address", "producer"):
         if not given.get(name):
             raise UsageError(f"format({FORMAT!r}) needs the option {name}")
+    values = {**given, "log_options": of_log, "checkpoint": checkpoint_of(options)}
     try:
-        made = msgspec.convert({**given, "log_options": of_log}, SinkOptions, strict=False)
+        made = msgspec.convert(values, SinkOptions, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(f"an option of format({FORMAT!r}) is wrong: {error}") from None
     if not 1 <= made.workers <= WORKERS_MAX:

@@ -6,18 +6,24 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from py4j.java_gateway import JavaGateway
+from py4j.protocol import Py4JJavaError
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkRuntimeError
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from penstock.errors import LogError
+from penstock.spark.failures import reason
 from penstock.spark.source import PenstockSource
 
+STANDALONE = "spark://"
+MASTER_S_MAX = 10.0
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 _SETTINGS = {
     "spark.ui.enabled": "false",
@@ -79,16 +85,32 @@ def close_session(spark: SparkSession) -> None:
     with contextlib.suppress(Exception):
         spark.stop()
     if gateway is not None:
-        with contextlib.suppress(Exception):
-            gateway.shutdown()
-        with contextlib.suppress(Exception):
-            gateway.proc.stdin.close()
-            gateway.proc.wait(20)
-        SparkContext._gateway = None
-        SparkContext._jvm = None
+        _close_gateway(gateway)
+
+
+def _close_gateway(gateway: JavaGateway) -> None:
+    with contextlib.suppress(Exception):
+        gateway.shutdown()
+    with contextlib.suppress(Exception):
+        gateway.proc.stdin.close()
+        gateway.proc.wait(20)
+    SparkContext._gateway = None
+    SparkContext._jvm = None
+
+
+def _check_answers(master: str) -> None:
+    """Spark itself would wait for a minute, and then not say why."""
+    found = [part.rpartition(":") for part in master.removeprefix(STANDALONE).split(",")]
+    for host, _, port in found:
+        with contextlib.suppress(OSError, ValueError, OverflowError):
+            socket.create_connection((host, int(port)), MASTER_S_MAX).close()
+            return
+    raise LogError(f"no Spark master answers at {master}: is it running, and reachable from here?")
 
 
 def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | None) -> SparkSession:
+    if master.startswith(STANDALONE):
+        _check_answers(master)
     if is_local(master):
         os.environ["PYSPARK_PYTHON"] = sys.executable
     else:
@@ -116,7 +138,12 @@ def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | No
             gateway = launch_gateway(conf, {"stdout": out, "stderr": out})
         except PySparkRuntimeError as error:
             raise LogError(_why_not(noise)) from error
-    return SparkSession(SparkContext(conf=conf, gateway=gateway))
+    try:
+        return SparkSession(SparkContext(conf=conf, gateway=gateway))
+    except Py4JJavaError as error:
+        why = reason(error)  # asked of Java, so before it is gone
+        _close_gateway(gateway)
+        raise LogError(f"Spark does not start with master {master}: {why}") from None
 
 
 def _why_not(noise: Path | None) -> str:

@@ -95,10 +95,11 @@ def _remade(
 def bundle(app: App, target: Path) -> Path:
     """An archive with Penstock and the app's own modules, for workers on other machines.
 
-    The app's own are those that were loaded from the folders of its definitions; what they need
-    beside these must be installed where the workers are.
+    The app's own are those that were loaded from the folders of its definitions, or from the
+    packages that these are in; what they need beside these must be installed where the workers
+    are.
     """
-    folders = {Path(d.location.file).resolve().parent for d in plan(app).definitions}
+    folders = {_root(Path(d.location.file).resolve()) for d in plan(app).definitions}
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for package in ("penstock", "pyspark_penstock", "pyspark_penstock_sink"):
             root = Path(str(importlib.import_module(package).__file__)).parent
@@ -117,6 +118,16 @@ def bundle(app: App, target: Path) -> Path:
                 is_package = Path(file).name == "__init__.py"
                 archive.write(file, f"{parts}/__init__.py" if is_package else f"{parts}.py")
     return target
+
+
+def _root(file: Path) -> Path:
+    """The folder of the outermost package that a module's file is in; else its own."""
+    names = [
+        name for name, module in sys.modules.items()
+        if (found := getattr(module, "__file__", None)) and Path(found).resolve() == file
+    ]  # fmt: skip
+    depth = max((name.count(".") for name in names), default=0)
+    return file.parents[max(0, depth - (file.name != "__init__.py"))]
 
 
 def pack(works: Sequence[Work]) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import pyarrow as pa
@@ -146,14 +148,17 @@ class StreamWriter(DataSourceStreamArrowWriter):
         holder = msgspec.msgpack.decode(first.holder, type=Holder)
         with quiet_log(self._options.log, self._options.for_log) as log:
             last = log.last_commit(self._producer)
-            if last is not None and last.sequence > batchId:
-                raise PlanChangedError(
-                    f"the producer {self._producer} has written batch {last.sequence}, and this is "
-                    f"{batchId}: the checkpoint is an old copy; bring the newer one back"
-                )
-            if last is not None and last.sequence == batchId:
+            mark = batch_mark(self._options.checkpoint, batchId)
+            if last is not None and last.sequence >= batchId:
+                _, known = noted_checkpoint(log, self._producer)
+                if last.sequence > batchId or (known and mark and known != mark):
+                    raise PlanChangedError(
+                        f"the producer {self._producer} has written batch {last.sequence}, and "
+                        f"this is another {batchId}: the checkpoint is an old copy; bring the "
+                        "newer one back"
+                    )
                 return
-            progress = {checkpoint_key(self._producer): first.query.encode()}
+            progress = {checkpoint_key(self._producer): f"{first.query} {mark}".encode()}
             log.commit(holder, batchId, Commit(pieces=_all_pieces(messages), progress=progress))
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
@@ -165,9 +170,30 @@ def checkpoint_key(producer: str) -> str:
     return f"checkpoint/{producer}"
 
 
+def noted_checkpoint(log: Log, producer: str) -> tuple[str, str]:
+    """The query whose batches the producer has written, and the mark of the last one."""
+    noted = log.progress(checkpoint_key(producer))
+    query, _, mark = ("" if noted is None else noted.decode()).partition(" ")
+    return query, mark
+
+
+def batch_mark(checkpoint: str | None, batch: int) -> str:
+    """What tells a batch from another of its number: the offsets that Spark noted before it.
+
+    Empty where the checkpoint is not a folder of this machine.
+    """
+    if checkpoint is None:
+        return ""
+    folder = Path(checkpoint.removeprefix("file://").removeprefix("file:"))
+    try:
+        return hashlib.sha256((folder / "offsets" / str(batch)).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
 def check_checkpoint(log: Log, producer: str, query: str) -> None:
-    known = log.progress(checkpoint_key(producer))
-    if known is not None and known.decode() != query:
+    known, _ = noted_checkpoint(log, producer)
+    if known and known != query:
         raise PlanChangedError(
             f"the producer {producer} has written batches of another checkpoint: start the query "
             "with the checkpoint it had, or write under another producer name from now on"

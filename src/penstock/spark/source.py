@@ -207,9 +207,10 @@ def entry_columns(
         "_offset": pa.array([entry.offset for entry in entries], pa.int64()),
     }
     if stream.spec.entries != "value":
-        lists = [sorted(v, key=repr) if isinstance(v, set) else v for v in values]
-        columns["values"] = pa.array(lists, wanted.field("values").type)
-        columns["action"] = pa.array(["set"] * len(lists), pa.string())
+        columns["action"] = pa.array(["set"] * len(values), pa.string())
+        if "values" in wanted.names:
+            lists = [sorted(v, key=repr) if isinstance(v, set) else v for v in values]
+            columns["values"] = pa.array(lists, wanted.field("values").type)
     elif stream.record is not None:
         records: list[Record | None] = list(values)
         data = codec_of_schema(stream.record).to_arrow(records)
@@ -256,7 +257,7 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
     def getDefaultReadLimit(self) -> ReadLimit:
         options = self._options
         if options.batch_rows is None and options.batch_bytes is None:
-            return ReadMaxRows(source_options.BATCH_ROWS)
+            return ReadMaxRows(options.default_batch_rows)
         limits = [options.batch_rows] if options.batch_rows is not None else []
         if options.batch_bytes is not None:
             limits.append(max(1, int(options.batch_bytes / self._bytes_of_a_row())))

@@ -52,6 +52,7 @@ MARKER = "penstock.json"
 WAIT_MS = 250
 STOP_WAIT_S = 20.0
 _REGISTERING = threading.Lock()
+LATE_BATCHES = 20
 NOTHING_TO_DO = "Waiting for data to arrive"
 
 
@@ -96,6 +97,9 @@ class StatefulQuery:
         self._marker = Marker("", "")
         self._order_of_sources: list[str] = []
         self._late_of: dict[int, int] = {}
+        self._late_lock = threading.Lock()
+        self._late_before = 0
+        """Late events of batches that Spark does not tell of any more."""
         self._late_sent = 0
         self._error: BaseException | None = None
         self._is_busy = False
@@ -187,6 +191,7 @@ class StatefulQuery:
     def _handle(self, frame: DataFrame, number: int) -> None:
         self._is_busy, self._is_quiet = True, False
         try:
+            self._note_late()
             self._handle_batch(frame, number)
         except BaseException as error:
             self._error = error
@@ -312,14 +317,23 @@ class StatefulQuery:
         definition = self._shape.definition
         if isinstance(definition, Derivation) and definition.late is not None:
             return self._late_sent
+        self._note_late()
+        with self._late_lock:
+            return self._late_before + sum(self._late_of.values())
+
+    def _note_late(self) -> None:
+        """Look at each batch while Spark still tells of it, which is not for long."""
         query = self._query
-        if query is not None:
-            with spark_alive():
-                told_of = query.recentProgress
+        if query is None:
+            return
+        with spark_alive():
+            told_of = query.recentProgress
+        with self._late_lock:
             for progress in told_of:
                 dropped = sum(o.numRowsDroppedByWatermark for o in progress.stateOperators)
                 self._late_of[progress.batchId] = dropped
-        return sum(self._late_of.values())
+            while len(self._late_of) > LATE_BATCHES:
+                self._late_before += self._late_of.pop(min(self._late_of))
 
     def close(self) -> None:
         query, self._query = self._query, None

@@ -207,8 +207,9 @@ class AppTest:
         found: dict[Any, V] = {}
         for entries in self.log.snapshot(table.name):
             for entry in entries:
-                key: object = table.key_of(entry.key)
-                if table.windows is not None:
+                if table.windows is None:
+                    key: object = table.key_of(entry.key)
+                else:
                     own, start_ms = without_window(entry.key)
                     key = (table.key_of(own), start_ms)
                 found[key] = values.unpack(entry.value)  # type: ignore[assignment]

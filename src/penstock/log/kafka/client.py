@@ -320,6 +320,20 @@ class Cluster:
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         return self._offsets(partitions, OffsetSpec.latest(), level)
 
+    def settled_ends(self, partitions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """The ends, once everything that was written before can be read.
+
+        A commit ends before its marks are written, and may be acknowledged before that.
+        """
+        ends = self.ends(partitions, committed=False)
+        deadline = time.monotonic() + self.patience_s
+        while any(seen < ends[at] for at, seen in self.ends(partitions, committed=True).items()):
+            if time.monotonic() > deadline:
+                topic = partitions[0][0]
+                raise LogUnreachableError(f"{topic} could not be read to its end in time")
+            time.sleep(0.002)
+        return ends
+
     def firsts(self, partitions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
         level = IsolationLevel.READ_UNCOMMITTED
         return self._offsets(partitions, OffsetSpec.earliest(), level)

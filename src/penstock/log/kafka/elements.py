@@ -21,6 +21,9 @@ from penstock.log.objects import Entries, Stream
 _BETWEEN = b"\0"  # JSON has none, so the last one of a key is ours
 
 
+_DELETE = b'{"action":"delete"}'
+
+
 class _Told(msgspec.Struct):
     action: str = ""
     value: msgspec.Raw = msgspec.Raw(b"")
@@ -42,9 +45,11 @@ def to_messages(
     made_keys: list[bytes] = []
     values: list[bytes | None] = []
     for key, document in zip(keys, documents, strict=True):
-        told = _Told("delete") if document is None else _decoder.decode(document)
+        # Without a value a deletion would be dropped in the end, and the elements be there again.
+        said = _DELETE if document is None else document
+        told = _decoder.decode(said)
         made_keys.append(key + _BETWEEN + _about(kind, told))
-        values.append(None if kind == "set" and told.action == "remove" else document)
+        values.append(None if kind == "set" and told.action == "remove" else said)
     return made_keys, values
 
 

@@ -394,8 +394,10 @@ class KafkaLog:
 
     # Tables
 
-    def get(self, stream: str, keys: Sequence[bytes], at: Pin | None = None) -> list[Entry | None]:
-        return self._tables.get(self.stream(stream), keys, at)
+    def get(
+        self, stream: str, keys: Sequence[bytes], at: Pin | None = None, *, settled: bool = False
+    ) -> list[Entry | None]:
+        return self._tables.get(self.stream(stream), keys, at, settled=settled)
 
     def page(
         self, stream: str, after: bytes | None = None, limit: int = 100, at: Pin | None = None

@@ -151,6 +151,7 @@ def _stream(name: StreamName, value: bytes, offset: int) -> Stream:
         records=entry.records,
         created=from_microseconds(entry.created_us),
         version=offset,
+        is_adopted=entry.adopted,
     )
 
 

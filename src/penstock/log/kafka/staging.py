@@ -154,6 +154,7 @@ class Staging:
                     raise self._cluster.translated(error, "reading staged events")
                 if offset_of(message) < end:
                     yield message
+                deadline = time.monotonic() + self._cluster.timeout_s
                 if offset_of(message) >= end - 1:
                     return
             raise LogUnreachableError("staged events could not be read in time")

@@ -17,7 +17,6 @@ from penstock.log.kafka.reading import Reader
 from penstock.log.kafka.store import Store
 from penstock.log.objects import Stream
 from penstock.log.table import check_table
-from penstock.records.event import partition_of
 
 SNAPSHOT_ROWS = 4096
 GIVEN_BACK_MAX = 10_000
@@ -41,9 +40,16 @@ class Tables:
         self.store = Store(path, reader.read)
         self._given_back: set[str] = set()
 
-    def get(self, stream: Stream, keys: Sequence[bytes], at: Pin | None) -> list[Entry | None]:
+    def get(
+        self, stream: Stream, keys: Sequence[bytes], at: Pin | None, *, settled: bool = False
+    ) -> list[Entry | None]:
         check_table(stream)
-        homes = sorted({partition_of(key, n) for key in keys for n in stream.grown})
+        homes = sorted({home for key in keys for home in stream.homes(key)})
+        if at is None and settled:
+            topic = self._cluster.address.topic(stream.name)
+            ends = self._cluster.settled_ends([(topic, home) for home in homes])
+            self.store.catch_up(stream, {home: ends[topic, home] for home in homes})
+            return self.store.get(stream, keys, None)
         with self._caught_up(stream, self._places(stream, at), homes) as (store, places):
             return store.get(stream, keys, places)
 

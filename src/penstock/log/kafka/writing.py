@@ -167,7 +167,8 @@ class Writer:
                 return done
             except TakenError:
                 failed: PenstockError = LogBusyError(
-                    f"the producer {holder.producer} is used by other processes all the time"
+                    f"the producer {holder.producer} is used by other processes all the time, or "
+                    "its commit takes longer than transaction_timeout_ms: commit less at a time"
                 )
             except UnknownError as error:
                 self._uncertain.add(name)
@@ -365,7 +366,8 @@ class Writer:
 
     def _without_held(self, stream: Stream, prepared: Sequence[Prepared]) -> list[Prepared]:
         """Without the events whose ids the stream holds already."""
-        self._tables.store.catch_up(stream, {0: self._all_of(self._topic(stream))})
+        place = (self._topic(stream), 0)  # nobody else can write there while we compare
+        self._tables.store.catch_up(stream, {0: self._cluster.settled_ends([place])[place]})
         mine = [item for item in prepared if item.stream.id == stream.id]
         ids = [
             id_ for item in mine for chunk in item.chunks for id_ in ids_of(chunk.batch).to_pylist()
@@ -381,20 +383,6 @@ class Writer:
             at += rows
             made.append(_thinned(item, dropped) if dropped else item)
         return made
-
-    def _all_of(self, topic: str) -> int:
-        """The end of a partition, when all that was written to it can be read.
-
-        A commit ends before its marks are written; nobody else can write while we compare.
-        """
-        place = (topic, 0)
-        end = self._cluster.ends([place], committed=False)[place]
-        deadline = time.monotonic() + self._cluster.patience_s
-        while self._cluster.ends([place], committed=True)[place] < end:
-            if time.monotonic() > deadline:
-                raise LogUnreachableError(f"{topic} could not be read to its end in time")
-            time.sleep(0.002)
-        return end
 
     # Being seen
 

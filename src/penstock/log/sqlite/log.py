@@ -356,7 +356,10 @@ class SqliteLog:
 
     # Tables
 
-    def get(self, stream: str, keys: Sequence[bytes], at: Pin | None = None) -> list[Entry | None]:
+    def get(
+        self, stream: str, keys: Sequence[bytes], at: Pin | None = None, *, settled: bool = False
+    ) -> list[Entry | None]:
+        del settled  # a commit is seen by everybody as soon as it is one
         return self._tables.get(self.stream(stream), keys, at)
 
     def page(
