@@ -6,7 +6,8 @@ matched by programs; `retriable` says whether the same call may succeed later.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 
 class PenstockError(Exception):
@@ -247,9 +248,13 @@ class DeliveryTimeoutError(PenstockError):
 
 
 class ProtocolError(PenstockError):
-    """A peer sent what the connector protocol does not have, or not there."""
+    """A peer sent what the connector protocol does not have, or not there.
+
+    `frames` are those that came before it in the same bytes.
+    """
 
     code = "protocol"
+    frames: Sequence[Any] = ()
 
 
 class ConnectorError(PenstockError):

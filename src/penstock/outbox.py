@@ -1,8 +1,8 @@
 """Events written in a database's own transaction, and published from there, each once.
 
-    with database.begin() as transaction:             # psycopg, SQLAlchemy, or sqlite3
-        transaction.execute("UPDATE accounts …")
-        outbox.add(transaction, "payments", Payment(user="ada", amount=5))
+    with psycopg.connect(database) as connection:     # or one of SQLAlchemy, or sqlite3
+        connection.execute("UPDATE accounts …")
+        outbox.add(connection, "payments", Payment(user="ada", amount=5))
 
 The row commits or rolls back with everything else. A relay reads rows, appends them to the log
 under their number, and deletes them. Killed in between, it does so again: a stream with
@@ -183,11 +183,15 @@ def _run(connection: Connection, name: str, values: Mapping[str, object] | None 
     """Run a statement of outbox.sql, in whatever way the connection wants its values named."""
     statement, given = _sql(name), dict(values or {})
     if isinstance(connection, sqlite3.Connection):
-        return connection.execute(statement, given)
+        cursor = connection.cursor()
+        cursor.row_factory = None  # the user's own may give anything
+        return cursor.execute(statement, given)
     if _is_sqlalchemy(connection):
         text = importlib.import_module("sqlalchemy").text
         return connection.execute(text(statement), given)
-    return connection.execute(re.sub(r":(\w+)", r"%(\1)s", statement), given)
+    plain = importlib.import_module("psycopg.rows").tuple_row
+    own = connection.cursor(row_factory=plain)
+    return own.execute(re.sub(r":(\w+)", r"%(\1)s", statement), given)
 
 
 def _sql(name: str) -> str:

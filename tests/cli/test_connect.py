@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from penstock import CreateStream, declare, read_events
+from penstock import open as open_log
+from penstock.cli.main import main
+from penstock.connect.listener import Listener, ListenerOptions
+from penstock.connect.registry import records
 
 
 @pytest.mark.parametrize(
@@ -23,3 +30,21 @@ def test_an_extra_that_is_missing_names_itself(command: list[str], module: str, 
     assert done.returncode != 0
     assert f"pip install 'penstock[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_two_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        count = 2 if folder == "a" else 3
+        text = "".join(f"{folder}{n}\n" for n in range(count))
+        (tmp_path / folder / "orders.txt").write_text(text)
+    with open_log(tmp_path / "log.db") as log:
+        log.apply([CreateStream(declare("raw", content="bytes"))])
+        with Listener(log, ListenerOptions(routes=[("file/*", "raw")])) as listener:
+            to = "{}:{}".format(*listener.address)
+            for folder in ("a", "b"):
+                path = str(tmp_path / folder / "orders.txt")
+                assert main(["connect", "file", path, "--until-end", "--to", to]) == 0
+        found = [event.data for event in read_events(log, "raw")]
+        assert found == [b"a0", b"a1", b"b0", b"b1", b"b2"]
+        assert len({record.name for record in records(log)}) == 2

@@ -13,7 +13,7 @@ import pytest
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
 from penstock.connect.listener import Listener
-from penstock.connect.source import SourceConnector
+from penstock.connect.source import Item, SourceConnector
 from penstock.connect.sources.file import FileSource
 from penstock.errors import ConnectorError
 from penstock.testing.processes import wait_until
@@ -118,11 +118,12 @@ def test_one_that_was_compressed_before_it_was_read(tmp_path: Path, log: Log, ad
     read_all(address, FileSource("in", path, until_end=True))
     path.rename(tmp_path / "in.txt.2")
     (tmp_path / "in.txt.1.gz").write_bytes(b"packed")
+    append(tmp_path / "in.txt.0", "y1")
     append(path, "z1")
     with pytest.raises(ConnectorError, match="was compressed before it was read"):
         read_all(address, FileSource("in", path, until_end=True))
     read_all(address, FileSource("in", path, until_end=True, on_gone="skip"))
-    assert lines(log) == ["x1", "z1"]
+    assert lines(log) == ["x1", "y1", "z1"]
 
 
 def test_whoever_writes_may_still_have_the_old_file(tmp_path: Path, log: Log, address: str) -> None:
@@ -184,6 +185,62 @@ def test_a_file_that_is_cut_while_nobody_reads(tmp_path: Path, log: Log, address
     append(path, "four")
     read_all(address, FileSource("in", path, until_end=True))
     assert lines(log) == [HEADER, "one", "two", HEADER, "three", "four"]
+
+
+def sent(source: FileSource) -> list[tuple[str, int]]:
+    """What a source gives now, and each one's number."""
+    found = []
+    while isinstance(item := source.handle_next(), Item):
+        found.append((item.data.decode(), item.point_of_ref))
+    return found
+
+
+def test_a_cut_file_and_a_new_connection_before_the_next_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    append(path, "one", "two")
+    source = FileSource("in", path)
+    source.handle_open()
+    source.handle_reset(None)
+    (_, first), (_, second) = sent(source)
+    os.truncate(path, 0)
+    assert sent(source) == []
+    source.handle_reset(second)
+    append(path, "three")
+    assert [text for text, _ in sent(source)] + [text for text, _ in sent(source)] == ["three"]
+    source.handle_reset(first)
+    with pytest.raises(ConnectorError, match="or was cut"):
+        sent(source)
+    source.handle_close()
+
+
+def test_nothing_was_safe_before_the_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    append(path, "one")
+    source = FileSource("in", path, quiet_s=0)
+    source.handle_open()
+    source.handle_reset(None)
+    assert [text for text, _ in sent(source)] == ["one"]
+    path.rename(tmp_path / "in.txt.1")
+    append(path, "two")
+    assert [text for text, _ in sent(source)] == ["two"]
+    for again in (source, FileSource("in", path, quiet_s=0)):
+        again.handle_open()
+        again.handle_reset(None)
+        assert [text for text, _ in sent(again)] == ["one", "two"]
+        again.handle_close()
+
+
+def test_the_note_of_what_was_read_is_gone(tmp_path: Path, log: Log, address: str) -> None:
+    path = tmp_path / "in.txt"
+    append(path, "one", "two")
+    read_all(address, FileSource("in", path, until_end=True))
+    (tmp_path / ".in.txt.penstock").unlink()
+    path.unlink()
+    append(path, "three", "four", "five")
+    with pytest.raises(ConnectorError, match=r"\.in\.txt\.penstock is not there"):
+        read_all(address, FileSource("in", path, until_end=True))
+    read_all(address, FileSource("in", path, until_end=True, on_gone="skip"))
+    assert lines(log) == ["one", "two", "three", "four", "five"]
 
 
 def test_what_was_read_may_be_compressed(tmp_path: Path, log: Log, address: str) -> None:

@@ -15,7 +15,8 @@ from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
 from penstock.connect.listener import Listener
 from penstock.connect.registry import records
-from penstock.connect.sources.kafka import KafkaTopics
+from penstock.connect.source import Item
+from penstock.connect.sources.kafka import KafkaTopics, PartitionSource
 from penstock.errors import ConnectorError
 from penstock.testing.brokers import Brokers
 from penstock.testing.processes import wait_until
@@ -129,3 +130,16 @@ def test_nobody_there_is_no_hang(address: str) -> None:
         topics.check()
     with KafkaTopics(address, "127.0.0.1:9", ["x"], "g", settings={"no.such": "x"}) as topics:
         wait_until(lambda: topics.failure, 10, "the setting being refused")
+
+
+def test_large_messages_fill_a_partition_too() -> None:
+    source = PartitionSource("cluster", ("topic", 0))
+    source.handle_reset(None)
+    source.begin()
+    data = b"x" * (1 << 20)
+    full = [source.put(Item(data, number)) for number in range(40)]
+    assert full.index(True) < 33
+    assert not source.has_room()
+    while source.handle_next() is not None:
+        pass
+    assert source.has_room()

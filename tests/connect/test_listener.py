@@ -13,9 +13,11 @@ import pytest
 from penstock import CreateStream, DeadLetter, Log, Record, declare, read_events
 from penstock import open as open_log
 from penstock.connect import wire
+from penstock.connect.effects import Close
 from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import records
+from penstock.connect.registry import Claim, Owner, Registry, records
 from penstock.connect.serving import READ_BYTES
+from penstock.connect.session import SourceSession, Terms
 from penstock.log.objects import Metric
 from penstock.testing.processes import wait_until
 from tests.connect.peer import Peer, message
@@ -135,6 +137,74 @@ def test_credits_are_kept_to(listen: Listen) -> None:
         assert frames[0].points == ((wire.stream_id("s"), 2),), "what was allowed is safe"
         assert "credits" in frames[1].message
         assert peer.next() is None
+
+
+@pytest.mark.row("W2", engine="any")
+def test_old_clients_do_not_charge_the_end_of_a_stream() -> None:
+    """Each end lets one frame too many pass, and no more."""
+    session = SourceSession(Terms(credits=3))
+    list(session.receive([wire.Hello("0.0.1", "", "p", "i")]))
+    for name in ("s", "t"):
+        list(session.receive([wire.Notify(wire.stream_id(name), name, 0)]))
+        session.granted(wire.stream_id(name), wire.NEVER)
+    list(session.receive([message("s", 1), wire.Eos(wire.stream_id("s"))]))
+    assert session.state == "streaming", "one more than there were credits for"
+    told = [effect for effect in session.receive([message("t", 1)]) if isinstance(effect, Close)]
+    assert ["credits" in effect.reason for effect in told] == [True]
+
+
+def test_what_came_before_a_wrong_frame_is_stored(log: Log, listen: Listen) -> None:
+    with Peer(listen(frame_bytes_max=1000).address) as peer:
+        peer.hello()
+        peer.notify("s")
+        peer.send(message("s", 1, b"good"), message("s", 2, b"x" * 2000))
+        assert peer.next() == wire.Ack(2, ((wire.stream_id("s"), 1),))
+        found = peer.next()
+        assert isinstance(found, wire.Error)
+        assert "it may have 1 to 1000" in found.message
+    assert data_of(log) == [b"good"]
+
+
+def test_a_message_larger_than_an_event_may_be_is_damage(log: Log, listen: Listen) -> None:
+    with Peer(listen(on_damage="skip").address) as peer:
+        peer.hello()
+        peer.notify("s")
+        peer.send(
+            message("s", 1, b"good"), message("s", 2, b"x" * (3 << 20)), message("s", 3, b"z")
+        )
+        safe = 0
+        while safe < 3:
+            found = peer.next()
+            assert isinstance(found, wire.Ack), found
+            safe = max([safe, *(point for _, point in found.points)])
+    assert data_of(log) == [b"good", b"z"]
+
+
+@pytest.mark.row("W4", engine="any")
+def test_a_stream_is_owned_until_its_time_is_over(
+    log: Log, listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner on another machine that dies; one that lives keeps it though nothing comes."""
+    monkeypatch.setattr("penstock.connect.registry.LEASE_S", 2.0)
+    elsewhere = Owner("elsewhere", "1.1", 1, "p", "i")
+    registry = Registry(log)
+    number = wire.stream_id("s")
+    claim = registry.take(number, "s", "raw", elsewhere, Told().hear)
+    assert isinstance(claim, Claim)
+    with Peer(listen().address) as peer:
+        peer.hello()
+        began = time.monotonic()
+        for _ in range(8):
+            claim.renew()
+            assert peer.notify("s") == wire.NotifyAck(False, number, wire.NEVER)
+            time.sleep(0.5)
+        assert time.monotonic() > began + 2.5, "longer than its time, which is moved on"
+        wait_until(lambda: is_given(peer), 20, "the end of its time")
+
+
+class Told:
+    def hear(self) -> None:
+        """Nobody asks."""
 
 
 @pytest.mark.row("W4", engine="any")

@@ -17,6 +17,7 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy
+from psycopg.rows import dict_row
 
 from penstock import CreateStream, Log, Record, declare, outbox, read_events
 from penstock import open as open_log
@@ -83,6 +84,30 @@ def pay(database: str, amounts: range, *, strict: bool = False) -> None:
 
 def amounts(log: Log) -> list[int]:
     return [event.data.amount for event in read_events(log, "payments", Payment)]
+
+
+def test_whatever_rows_the_connection_gives(database: str, log: Log) -> None:
+    prepare(database)
+
+    def odd() -> contextlib.AbstractContextManager[Any]:
+        return contextlib.closing(opened(database))
+
+    with odd() as connection:
+        outbox.add(connection, "payments", Payment("ada", 1), strict=True)
+        connection.commit()
+    assert outbox.Relay(log, odd).drain() == 1
+    assert amounts(log) == [1]
+
+
+def opened(database: str) -> Any:
+    """A connection whose rows are dictionaries."""
+    if database.startswith("postgresql"):
+        return psycopg.connect(database, row_factory=dict_row)
+    made = sqlite3.connect(database.removeprefix("sqlite:///"))
+    made.row_factory = lambda cursor, row: {
+        column[0]: value for column, value in zip(cursor.description, row, strict=True)
+    }
+    return made
 
 
 @pytest.mark.row("H15", engine="embedded")

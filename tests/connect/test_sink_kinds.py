@@ -174,7 +174,8 @@ def test_postgres(
 ) -> None:  # fmt: skip
     """Kept here until the vote, or put into the database row by row and read in small pages."""
     monkeypatch.setattr("penstock.connect.sinks.postgres.HELD_BYTES_MAX", held_bytes)
-    monkeypatch.setattr("penstock.connect.sinks.postgres.PAGE_ROWS", 2)
+    monkeypatch.setattr("penstock.connect.sinks.postgres.PAGE_ROWS", 3)
+    monkeypatch.setattr("penstock.connect.sinks.postgres.PAGE_BYTES", 20)
     walked(PostgresTables(tmp_path, postgres.url), 150, chance)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
 from penstock.connect import wire
 from penstock.connect.dial import DialOptions, SinkWorker
+from penstock.connect.effects import Send
 from penstock.connect.sink import SinkHost, SinkOptions
-from penstock.connect.sinking import Standing, Vote
+from penstock.connect.sinking import SinkSession, SinkTerms, Standing, Vote
 from penstock.connect.sinks.file import Ends, FileSink
 from penstock.connect.transactions import FILE, Line, TransactionLog
 from penstock.errors import ConnectorError, DamagedError, SinkGoneError, UsageError
@@ -150,6 +153,45 @@ def test_a_worker_connects_once_and_a_later_attempt_takes_over(
 def test_an_idle_worker_is_let_go(tmp_path: Path) -> None:
     with a_host(tmp_path, idle_timeout_s=0.1) as host, SinkWorker(address_of(host), "w", (1,)):
         wait_until(lambda: not host._active, 10, "the sink letting go of it")
+
+
+def test_a_peer_that_only_dribbles_is_let_go(tmp_path: Path) -> None:
+    told: list[str] = []
+    given = SinkOptions(idle_timeout_s=0.5)
+    with SinkHost(lambda w: FileSink(tmp_path, w), tmp_path, given, told.append) as host:
+        with Peer(host.address) as peer, contextlib.suppress(OSError):
+            for byte in wire.encode(wire.Hello("v0.0.1", "", "p", "worker")):
+                peer.socket.sendall(bytes([byte]))
+                time.sleep(0.2)
+        wait_until(lambda: any("no Hello came in time" in t for t in told), 10, "its end")
+
+
+@pytest.mark.row("W11", engine="any")
+def test_everything_else_that_a_worker_may_say(host: SinkHost) -> None:
+    """Sent without waiting; workers that left are noted, and an error ends the connection."""
+    with Peer(host.address) as peer:
+        peer.send(wire.Hello("v0.0.1", "", "p", "w"), wire.Notify(1, "w", 0))
+        peer.tell(wire.WorkersLeft(7, ("gone",)), wire.ListUncommitted(8))
+        peer.send(wire.Eos(1))
+        peer.tell(wire.ListUncommitted(9))
+        found = [peer.next() for _ in range(4)]
+        assert isinstance(found[0], wire.Ok)
+        assert found[1] == wire.NotifyAck(True, 1, 0)
+        replies = [wire.two_phase(cast(wire.Message, frame)) for frame in found[2:]]
+        assert replies == [wire.ReplyUncommitted(8, ()), wire.ReplyUncommitted(9, ())]
+        peer.send(wire.Error("I give up"))
+        assert peer.next() is None
+
+
+@pytest.mark.row("W11", engine="any")
+def test_what_comes_before_the_answer_to_hello_is_not_lost() -> None:
+    session = SinkSession(SinkTerms())
+    asked = list(session.receive([wire.Hello("v0.0.1", "", "p", "w"), wire.Notify(1, "w", 0)]))
+    assert [type(effect).__name__ for effect in asked] == ["Approve"]
+    told = list(session.approved(Standing()))
+    assert [effect.frame for effect in told if isinstance(effect, Send)] == [
+        wire.Ok(SinkTerms().credits), wire.NotifyAck(True, 1, 0),
+    ]  # fmt: skip
 
 
 @pytest.mark.row("W11", engine="any")

@@ -374,3 +374,31 @@ def test_a_listener_that_sends_it_nowhere_ends_the_connector() -> None:
                 peer.sendall(wire.encode(wire.Ok(10)) + wire.encode(wire.Restart("nowhere")))
                 with pytest.raises(ConnectorError, match="'nowhere' is no address"):
                     connector.finish(30)
+
+
+@pytest.mark.row("W3", engine="any")
+def test_a_restart_somewhere_else_is_followed(log: Log) -> None:
+    with Listener(log, RAW) as listener, socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with SourceConnector(address, [Numbers("a", 10)]) as connector:
+            peer, _ = server.accept()
+            with peer:
+                away = wire.Restart(address_of(listener))
+                peer.sendall(wire.encode(wire.Ok(10)) + wire.encode(away))
+                connector.finish(30)
+    assert len(data_of(log)) == 10
+
+
+def test_a_listener_that_never_answers_is_left() -> None:
+    told: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        options = ConnectorOptions(answer_timeout_s=0.5, tell=told.append)
+        with SourceConnector(address, [Numbers("a", 10)], options):
+            silent, _ = server.accept()
+            again, _ = server.accept()
+            with silent, again:
+                again.sendall(wire.encode(wire.Ok(10)))  # and nothing about the stream
+                third, _ = server.accept()
+                third.close()
+    assert any("has not answered for 0.5 s" in line for line in told)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import typer
 
@@ -90,8 +92,9 @@ def file_source(
     instance: InstanceOption = "",
 ) -> None:
     """Send the lines of a file, and those that are added to it."""
-    called = name or f"file/{path.name}"
-    source = FileSource(called, path.resolve(), until_end=until_end, on_gone=on_gone)
+    whole = path.resolve()
+    called = name or f"file/{_host('')}{whole}"
+    source = FileSource(called, whole, until_end=until_end, on_gone=on_gone)
     run_source(source, to, cookie, instance)
 
 
@@ -157,14 +160,19 @@ def redis_source(  # noqa: PLR0913  one parameter per option
     with needing("redis"):
         from penstock.connect.sources import redis, redis_channel
 
+    found = urlsplit(url)
+    server = (
+        f"redis/{_host(found.hostname or '')}:{found.port or 6379}/{found.path.strip('/') or 0}"
+    )
     source: Source
     if subscribe:
-        source = redis_channel.RedisSubscribeSource(name or f"redis/channel/{key}", url, key)
+        called = name or f"{server}/channel/{key}"
+        source = redis_channel.RedisSubscribeSource(called, url, key)
     elif group:
-        called = name or f"redis/group/{group}/{key}"
+        called = name or f"{server}/group/{group}/{key}"
         source = redis.RedisGroupSource(called, url, key, group, on_gone=on_gone)
     else:
-        source = redis.RedisStreamSource(name or f"redis/{key}", url, key, on_gone=on_gone)
+        source = redis.RedisStreamSource(name or f"{server}/{key}", url, key, on_gone=on_gone)
     run_source(source, to, cookie, instance)
 
 
@@ -189,11 +197,19 @@ def postgres_source(
 ) -> None:
     """Send the rows of a PostgreSQL table, each once; or notifications, at most once."""
     with needing("postgres"):
-        from penstock.connect.sources.postgres import PostgresListenSource
+        from penstock.connect.sources.postgres import PostgresListenSource, database_of
 
-    called = name or (f"postgres/{table}" if table else f"postgres/channel/{channel}")
+    host, rest = database_of(url)
+    server = f"postgres/{_host(host)}:{rest}"
+    called = name or (f"{server}/{table}" if table else f"{server}/channel/{channel}")
     source = PostgresListenSource(called, url, channel, table=table, id_column=id_column)
     run_source(source, to, cookie, instance)
+
+
+def _host(name: str) -> str:
+    """A host as others know it, for a name that no two sources should share."""
+    is_here = name in ("", "localhost", "127.0.0.1", "::1") or name.startswith("/")
+    return socket.gethostname() if is_here else name
 
 
 def run_source(source: Source, to: str, cookie: str, instance: str) -> None:
@@ -279,6 +295,12 @@ def postgres_sink(
     table: Annotated[str, typer.Argument(help="The table, with a unique index on its keys.")],
     key: Annotated[list[str], typer.Option(help="A column by which rows are found.")],
     state: StateOption,
+    rehearse: Annotated[
+        bool, typer.Option(help="Try rows before voting for them; without, half the work.")
+    ] = True,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for a transaction; the app waits for its answer too.")
+    ] = 50.0,
     at: AtOption = SINK,
     cookie: CookieOption = "",
 ) -> None:
@@ -287,9 +309,10 @@ def postgres_sink(
         from penstock.connect.sinks.postgres import PostgresSink
 
     run_sink(
-        lambda worker: PostgresSink(url, worker, table, key), state,
+        lambda worker: PostgresSink(url, worker, table, key, rehearse=rehearse, timeout_s=timeout),
+        state,
         SinkOptions(address=at, cookie=cookie),
-    )  # fmt: skip
+    )
 
 
 @connect.command(

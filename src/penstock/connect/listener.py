@@ -12,7 +12,7 @@ import fnmatch
 import itertools
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Literal, Self
@@ -61,7 +61,8 @@ class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
     says nothing for `hello_timeout_s` before its `Hello` is closed. `on_damage` is what becomes of
     messages that the stream cannot hold: they end the connection (`stop`), are left out (`skip`),
     or each is told in the stream NAME_dead (`dead-letter`). What connectors do is appended to
-    `_system.metrics` every `metrics_interval_ms` (0: never).
+    `_system.metrics` every `metrics_interval_ms` (0: never). A frame may be larger than the
+    largest event of a log, so that what a stream cannot hold is told as such.
     """
 
     routes: Sequence[tuple[str, str]]
@@ -69,7 +70,7 @@ class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
     cookie: str = ""
     policy: Policy = "oldest"
     credits: int = 32_768
-    frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    frame_bytes_max: int = 8 * wire.FRAME_BYTES_MAX
     connections_max: int = 1000
     hello_timeout_s: float = 10.0
     send_timeout_s: float = 30.0
@@ -195,11 +196,16 @@ class _Connection(Connection):
             return [] if self._is_lost else [Flush(), Close("it closed the connection")]
         return []
 
-    def _received(self, data: bytes) -> Iterable[Effect]:
+    def _received(self, data: bytes) -> Iterator[Effect]:
+        """What came before a frame that is wrong is taken: it would only come again, with that."""
+        frames, wrong = [], ""
         try:
-            return self._session.receive(self.parser.feed(data))
+            frames = self.parser.feed(data)
         except ProtocolError as error:
-            return self._session.fail(str(error))
+            frames, wrong = list(error.frames), str(error)
+        yield from self._session.receive(frames)
+        if wrong and self._session.state != "closed":
+            yield from self._session.fail(wrong)
 
     def done(self, effect: Effect) -> list[Effect]:
         """Do one thing; what follows from it."""

@@ -1,6 +1,7 @@
 """For authors of sinks: what is particular to a target, and the host around it.
 
     class Lines(Sink):
+        def __init__(self, worker): ...
         def open(self, committed, kept): ...  # what was neither committed nor voted for is gone
         def append(self, messages): ...
         def flush(self): ...                  # durable, not yet visible
@@ -186,7 +187,7 @@ class _Worker(Connection):
         self._host = host
         self._session = SinkSession(SinkTerms(cookie=options.cookie, credits=options.credits))
         self._sink: Sink | None = None
-        self._heard = time.monotonic()
+        self._heard = self._since = time.monotonic()
         self.attempt: tuple[int, ...] = ()
 
     def gone(self, reason: str) -> None:
@@ -199,6 +200,9 @@ class _Worker(Connection):
     def talk(self) -> str:
         while not self.server.stopping.is_set():
             data = self.gathered()
+            is_late = time.monotonic() > self._since + self._host.options.idle_timeout_s
+            if self._session.state == "initial" and is_late:
+                return "no Hello came in time"
             if data is None:
                 if time.monotonic() > self._heard + self._host.options.idle_timeout_s:
                     return "it said nothing for too long"

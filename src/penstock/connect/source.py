@@ -121,13 +121,15 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `take_timeout_s` is how long it asks for streams that another connector has, before it gives
     up if it has none at all. `connect_timeout_s` limits a single attempt; how often it tries is
-    not limited, `backoff_s_max` is how long it waits at most in between.
+    not limited, `backoff_s_max` is how long it waits at most in between. A listener that owes an
+    answer and says nothing for `answer_timeout_s` is taken to be gone.
     """
 
     program: str = "penstock"
     instance: str = ""
     cookie: str = ""
     take_timeout_s: float = 30.0
+    answer_timeout_s: float = 120.0
     connect_timeout_s: float = 10.0
     backoff_s: float = 0.1
     backoff_s_max: float = 10.0
@@ -334,7 +336,7 @@ class _Talk:
         self._sent: dict[str, int | None] = {}
         self._safe: dict[str, int | None] = {}
         self._ask_at: dict[str, float] = {}
-        self._alone_since = time.monotonic()
+        self._alone_since = self._heard_at = time.monotonic()
         self._is_over = False
         assert connector._bell is not None  # noqa: S101  start comes first
         self._poll = select.poll()
@@ -349,7 +351,18 @@ class _Talk:
             sent = self._send()
             self._end()
             self._listen(0.0 if sent else POLL_S)
+            self._check_answers()
             self._connector.counts.credits = self._session.credits
+
+    def _check_answers(self) -> None:
+        """Raises if the listener lives, for its machine answers, and does nothing any more."""
+        now = time.monotonic()
+        states = self._session.states.values()
+        is_asked = not self._session.is_streaming or any(state == "asked" for state in states)
+        if not is_asked and all(map(self._is_safe, self._sent)):
+            self._heard_at = now
+        elif now > self._heard_at + self._options.answer_timeout_s:
+            raise ProtocolError(f"it has not answered for {self._options.answer_timeout_s:g} s")
 
     def _listen(self, timeout_s: float) -> None:
         assert self._connector._bell is not None  # noqa: S101  start comes first
@@ -361,6 +374,7 @@ class _Talk:
         if self._peer.fileno() not in ready:
             return
         data = self._peer.recv(SEND_BYTES)
+        self._heard_at = time.monotonic()
         if not data:
             self._is_over = True
         for news in self._session.receive(self._parser.feed(data)):

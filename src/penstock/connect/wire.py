@@ -259,7 +259,10 @@ class Parser:
         self._needed = _LENGTH.size
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are whole now. Raises `ProtocolError`; the stream is lost then."""
+        """The frames that are whole now.
+
+        Raises `ProtocolError`, with the frames that came before: the rest is lost then.
+        """
         self._held.append(data)
         self._size += len(data)
         if self._size < self._needed:
@@ -267,18 +270,22 @@ class Parser:
         data = b"".join(self._held) if len(self._held) > 1 else data
         frames: list[Frame] = []
         at, size = 0, len(data)
-        while at + 4 <= size:
-            (length,) = _LENGTH.unpack_from(data, at)
-            if not 1 <= length <= self._most:
-                raise ProtocolError(f"a frame of {length} bytes; it may have 1 to {self._most}")
-            end = at + 4 + length
-            if end > size:
-                self._needed = 4 + length
-                break
-            frames.append(_frame(data, at + 4, end))
-            at = end
-        else:
-            self._needed = _LENGTH.size
+        try:
+            while at + 4 <= size:
+                (length,) = _LENGTH.unpack_from(data, at)
+                if not 1 <= length <= self._most:
+                    raise ProtocolError(f"a frame of {length} bytes; it may have 1 to {self._most}")
+                end = at + 4 + length
+                if end > size:
+                    self._needed = 4 + length
+                    break
+                frames.append(_frame(data, at + 4, end))
+                at = end
+            else:
+                self._needed = _LENGTH.size
+        except ProtocolError as error:
+            error.frames = frames
+            raise
         self._held = [data[at:]] if at < size else []
         self._size = size - at
         return frames

@@ -13,7 +13,9 @@ its attempts that comes so far, and delivered from there by the driver.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -22,10 +24,10 @@ from pyspark.sql.datasource import DataSource, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from penstock.connect.addresses import check_address
-from penstock.connect.delivery import Delivery
+from penstock.connect.delivery import Delivery, Kind
 from penstock.connect.dial import DialOptions
 from penstock.connect.push import Target
-from penstock.errors import ObjectExistsError, UsageError
+from penstock.errors import ObjectExistsError, SinkGoneError, UsageError
 from penstock.log.api import Log
 from penstock.log.names import parse_stream
 from penstock.log.objects import CreateStream, declare
@@ -39,7 +41,9 @@ from penstock.spark.options import SourceOptions, checkpoint_of, taken
 from penstock.spark.sink import BatchWriter, StreamWriter
 from penstock.spark.worker import quiet_log
 
+T = TypeVar("T")
 FORMAT = "penstock.sink"
+RETRY_S = 0.2
 WORKERS_MAX = 256
 
 
@@ -149,7 +153,7 @@ class StreamPusher(StreamWriter):
         options = self._sink
         with options.opened() as log:
             frozen = log.last_commit(options.producer)
-            Delivery(log, options.target, options.stream, "stream").deliver(frozen)
+            patiently(options, lambda: delivery_of(log, options, "stream").deliver(frozen))
 
 
 class BatchPusher(BatchWriter):
@@ -167,10 +171,27 @@ class BatchPusher(BatchWriter):
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         options = self._sink
         with options.opened() as log:
-            delivery = Delivery(log, options.target, options.stream, "batch")
+            # One delivery for all of it: another write under this name would fence it.
+            delivery = patiently(options, lambda: delivery_of(log, options, "batch"))
             delivery.skip()
             super().commit(messages)
             delivery.deliver(log.last_commit(options.producer))
+
+
+def delivery_of(log: Log, options: SinkOptions, kind: Kind) -> Delivery:
+    return Delivery(log, options.target, options.stream, kind)
+
+
+def patiently(options: SinkOptions, do: Callable[[], T]) -> T:
+    """Do it, again and again while the sink is away, for as long as the option timeout says."""
+    deadline = time.monotonic() + options.target.options.timeout_s
+    while True:
+        try:
+            return do()
+        except SinkGoneError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
 
 
 class Messages:

@@ -26,6 +26,7 @@ HELD_BYTES_MAX = 4 << 20
 ROW_BYTES = 100
 """What a row takes beside its data, roughly."""
 PAGE_ROWS = 500
+PAGE_BYTES = 4 << 20
 Row = tuple[bytes | None, bytes]
 
 # Two workers that begin at once would both create the tables.
@@ -60,9 +61,16 @@ RECORD = """
     UPDATE penstock_sink SET committed = %s, waiting = NULL, waiting_end = NULL WHERE worker = %s
 """
 WAIT = "UPDATE penstock_sink SET waiting = %s, waiting_end = %s WHERE worker = %s"
+# Some rows, and of large ones only the first.
 PAGE = """
-    SELECT position, key, payload FROM penstock_sink_pending
-    WHERE worker = %s AND stretch = %s AND position > %s ORDER BY position LIMIT %s
+    WITH page AS (
+        SELECT position, key, payload, sum(length(payload)) OVER (ORDER BY position) AS total
+        FROM (
+            SELECT position, key, payload FROM penstock_sink_pending
+            WHERE worker = %s AND stretch = %s AND position > %s ORDER BY position LIMIT %s
+        ) AS next
+    )
+    SELECT position, key, payload FROM page WHERE total - length(payload) < %s ORDER BY position
 """
 FORGET = "DELETE FROM penstock_sink_pending WHERE worker = %s"
 FORGET_OTHER = f"{FORGET} AND stretch <> %s"
@@ -245,7 +253,7 @@ class PostgresSink:
         """In order, a page at a time, without waiting for the answer to each."""
         last = -1
         while page := connection.execute(
-            PAGE, (self._own_name, stretch, last, PAGE_ROWS)
+            PAGE, (self._own_name, stretch, last, PAGE_ROWS, PAGE_BYTES)
         ).fetchall():
             last = page[-1][0]
             with connection.pipeline(), connection.cursor() as cursor:

@@ -84,7 +84,8 @@ class _RedisSink:
         if self._held_bytes > STRETCH_BYTES_MAX:
             raise UsageError(
                 f"the messages of one transaction take more than {STRETCH_BYTES_MAX:,} bytes, and "
-                "Redis takes all of them in one step: send fewer at a time, or use more workers"
+                "Redis takes all of them in one step: send fewer at a time (the app's "
+                "--batch-rows), or use more workers"
             )
         self._rows += rows
         self._at += sum(len(message.payload) for message in messages)

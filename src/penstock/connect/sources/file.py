@@ -32,7 +32,8 @@ ROTATED = re.compile(r"[._-].*\d")
 class Known(msgspec.Struct, frozen=True):
     """Which file a generation is: its inode, and how its first bytes begin and end.
 
-    A file that was removed may leave its inode to another, which may begin like it.
+    A file that was removed may leave its inode to another, which may begin like it. Of one that
+    was cut while it was followed, only is left how many bytes of it were read: `size`.
     """
 
     device: int = 0
@@ -40,6 +41,10 @@ class Known(msgspec.Struct, frozen=True):
     size: int = 0
     mark: str = ""
     written_ns: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        return not self.mark
 
     def is_in(self, file: IO[bytes]) -> bool:
         """Whether this is the file; it may have grown."""
@@ -55,8 +60,8 @@ class Generations(msgspec.Struct):
     files: dict[int, Known]
     before: list[Known] = []
 
-    def latest(self) -> int:
-        return max(self.files, default=0)
+    def first(self) -> int:
+        return min(self.files, default=0)
 
     def has(self, file: IO[bytes], *, is_compressed: bool) -> bool:
         """Whether it is one of them; or a copy, which keeps the time of what it was made from."""
@@ -110,7 +115,7 @@ class FileSource(Source):
     def handle_reset(self, point_of_ref: int | None) -> None:
         self.handle_close()
         if point_of_ref is None:
-            self._generation, self._offset = self._generations.latest(), 0
+            self._generation, self._offset = self._generations.first(), 0
         else:
             self._generation = point_of_ref >> OFFSET_BITS
             self._offset = point_of_ref & ((1 << OFFSET_BITS) - 1)
@@ -169,6 +174,9 @@ class FileSource(Source):
         known = self._generations.files.get(self._generation)
         if known is None:
             return self._successor()
+        if known.is_cut and self._offset >= known.size:
+            self._turn()  # all of it was safe before it was cut
+            return None
         for path in self._beside():
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 if known.is_in(file):
@@ -180,6 +188,12 @@ class FileSource(Source):
     def _successor(self) -> Path | None:
         """The one that is followed; before it those that came between, oldest first."""
         if not self._generations.files:
+            if self._generation or self._offset:
+                self._gone(
+                    f"{self._state} is not there, so it is not known which file was read up to "
+                    f"byte {self._offset}"
+                )
+                self._turn()
             return self._path if self._path.exists() else None
         behind = []
         for path in self._beside():
@@ -189,13 +203,11 @@ class FileSource(Source):
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 if not self._generations.has(file, is_compressed=path.suffix in COMPRESSED):
                     behind.append((is_followed, os.fstat(file.fileno()).st_mtime_ns, path))
-        if not behind:
-            return None
-        path = min(behind)[-1]
-        if path.suffix in COMPRESSED and path != self._path:
+        for is_followed, _, path in sorted(behind):
+            if is_followed or path.suffix not in COMPRESSED:
+                return path
             self._gone(f"{path} was compressed before it was read")
-            return self._path if self._path.exists() else None
-        return path
+        return None
 
     def _beside(self) -> list[Path]:
         """The file and what it was before, under whatever name begins like its own."""
@@ -238,7 +250,7 @@ class FileSource(Source):
         """Go on with the next generation; one that was cut is the next itself."""
         if is_cut:
             self.tell(f"{self._path} was cut: it is read from its start")
-            self._note(Known())
+            self._note(Known(size=self._offset))
         elif self._file is not None:
             self._note(known_of(self._file))
         self.handle_close()

@@ -31,14 +31,15 @@ HELD_BYTES_MAX = 32 << 20
 """So many messages or bytes of a partition wait here; then it is paused."""
 POLL_S = 0.1
 CLOSE_S = 30.0
+ASK_S = 30.0
 Place = tuple[str, int]
 
 
 class PartitionSource(Source):
-    """One partition, named `kafka/TOPIC/PARTITION`; filled by the thread that reads."""
+    """One partition, named `kafka/CLUSTER/TOPIC/PARTITION`; filled by the thread that reads."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(f"kafka/{place[0]}/{place[1]}")
+    def __init__(self, cluster: str, place: Place) -> None:
+        super().__init__(f"kafka/{cluster}/{place[0]}/{place[1]}")
         self.place = place
         self._lock = threading.Lock()
         self._held: deque[Item] = deque()
@@ -103,9 +104,10 @@ class PartitionSource(Source):
         with self._lock:
             return self._has_begun
 
-    def held(self) -> int:
+    def has_room(self) -> bool:
+        """Whether it is worth going on after a pause."""
         with self._lock:
-            return len(self._held)
+            return len(self._held) < HELD_MAX // 2 and self._held_bytes < HELD_BYTES_MAX // 2
 
 
 class KafkaTopics:
@@ -128,6 +130,7 @@ class KafkaTopics:
         options: ConnectorOptions = ConnectorOptions(),
     ) -> None:
         self._topics = list(topics)
+        self._cluster_id = ""
         self._start = start
         self._on_gone = on_gone
         self._settings = {
@@ -248,7 +251,7 @@ class KafkaTopics:
 
     def _balance(self, consumer: Consumer, source: PartitionSource) -> None:
         is_begun = source.has_begun and source.asked_position() is None
-        if source.is_paused and is_begun and source.held() < HELD_MAX // 2:
+        if source.is_paused and is_begun and source.has_room():
             consumer.resume([TopicPartition(*source.place)])
             source.is_paused = False
 
@@ -270,9 +273,15 @@ class KafkaTopics:
         consumer.incremental_assign(places) if self._is_cooperative() else consumer.assign(places)
         consumer.pause(places)
         for place in places:
-            source = PartitionSource((place.topic, place.partition))
+            source = PartitionSource(self._cluster(consumer), (place.topic, place.partition))
             self._sources[source.place] = source
             self.connector.add(source)
+
+    def _cluster(self, consumer: Consumer) -> str:
+        """What tells this Kafka from others, whatever the addresses of its brokers are."""
+        if not self._cluster_id:
+            self._cluster_id = str(consumer.list_topics(timeout=ASK_S).cluster_id)
+        return self._cluster_id
 
     def _revoked(self, consumer: Consumer, places: list[TopicPartition]) -> None:
         for place in places:

@@ -18,8 +18,10 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 
 from penstock.connect.source import Item, Source
+from penstock.errors import UsageError
 from penstock.patience import Patience
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -83,6 +85,16 @@ def _cut(number: int) -> None:
 def identifier(table: str) -> sql.Identifier:
     """`table` or `schema.table`, quoted."""
     return sql.Identifier(*table.split("."))
+
+
+def database_of(url: str) -> tuple[str, str]:
+    """The host of a database, and behind it its port and name."""
+    try:
+        given = conninfo_to_dict(url)
+    except psycopg.ProgrammingError as error:
+        raise UsageError(f"{error}".strip()) from None
+    name = given.get("dbname") or given.get("user") or ""
+    return str(given.get("host") or ""), f"{given.get('port') or 5432}/{name}"
 
 
 class PostgresListenSource(Source):
