@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import random
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -224,6 +225,22 @@ class Program:
         return self.output.read_text()[-3000:]
 
 
+def test_a_sink_that_is_away_is_waited_for(
+    spark: SparkSession, log: Log, sink: SinkProcess
+) -> None:
+    sink.start()
+    sink.stop()
+    back = threading.Timer(2.0, sink.start)
+    back.start()
+    try:
+        rows = numbers_of(spark, 30).write.format("penstock.sink").mode("append")
+        given = {"log": log.url, "producer": "late", "key": "key", "timeout": "60 seconds"}
+        rows.options(**given).save(sink.address)
+    finally:
+        back.join(60)
+    assert len(committed_lines(sink.folder, "late-0")) == 30
+
+
 @pytest.mark.row("W14", engine="any")
 @pytest.mark.timeout(600)
 def test_killed_at_every_step_of_the_decision(log: Log, sink: SinkProcess, tmp_path: Path) -> None:
@@ -281,7 +298,7 @@ def push_under_kills(
                     continue
                 done += 1
                 print(f"kill {done}: {victim}, {count()} of {sent} rows there")
-                run.wait(60)
+                run.wait(10)
     with program.started(2) as run:
         assert run.wait(240) == 0, program.told()
     check(sink.folder, sent)
