@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +69,41 @@ def test_a_table_is_made_again_from_its_changelog(url: str, tmp_path: Path, kind
     with open_log(url, cache=str(tmp_path / "empty")) as log:
         again: Table[Any] = Table(log, "members")
         assert {key.decode(): value for key, value in again.items()} == found
+
+
+@pytest.mark.row("X2", engine="kafka")
+def test_a_spark_program_reads_tables_and_times(
+    kafka: Log, spark: SparkSession, tmp_path: Path
+) -> None:
+    kafka.apply([CreateStream(declare("people", Order, key="user", table=True, partitions=2))])
+    with Producer(kafka) as producer:
+        for order in some_orders(40):
+            producer.send("people", order)
+        producer.send("people", None, key="u0").result()
+    users = {order.user for order in some_orders(40)} - {"u0"}
+
+    def read(**options: str) -> DataFrame:
+        return spark.read.format("penstock").options(log=kafka.url, **options).load("people")
+
+    assert {row.user for row in read().collect()} == users
+    assert read(changes="true").count() == 41
+    later = (dt.datetime.now(dt.UTC) + dt.timedelta(hours=1)).isoformat()
+    assert read(changes="true", start=later).count() == 0
+    assert read(changes="true", end=later).count() == 41
+
+    def follow() -> None:
+        frame = spark.readStream.format("penstock").option("log", kafka.url).load("people")
+        query = (
+            frame.select("user", "_deleted").writeStream.format("parquet")
+            .option("checkpointLocation", str(tmp_path / "cp"))
+            .option("path", str(tmp_path / "out"))
+            .trigger(availableNow=True).start()
+        )  # fmt: skip
+        query.awaitTermination(120)
+
+    follow()
+    follow()
+    assert spark.read.parquet(str(tmp_path / "out")).where("not _deleted").count() == 40
 
 
 @pytest.mark.row("X3", engine="kafka")

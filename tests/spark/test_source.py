@@ -285,6 +285,20 @@ def test_what_retention_removed(place: Place) -> None:
     assert rows("latest") == 0
 
 
+def test_splits_and_bytes_are_as_asked(place: Place) -> None:
+    assert place.read("orders").rdd.getNumPartitions() <= 4
+    assert place.read("orders", split_rows=10).rdd.getNumPartitions() >= 10
+    query = (
+        place.follow("orders", batch_bytes="2 kB").writeStream.format("noop")
+        .option("checkpointLocation", str(place.folder / "bytes"))
+        .trigger(availableNow=True).start()
+    )  # fmt: skip
+    query.awaitTermination(60)
+    rows = [progress.numInputRows for progress in query.recentProgress]
+    assert sum(rows) == 100
+    assert max(rows) < 60
+
+
 def test_a_table_of_sets_without_its_values(place: Place) -> None:
     table = App("any").table("tags", value=set[str])
     assert table.spec is not None
