@@ -362,11 +362,18 @@ def small_batches(log: Log, query: Query) -> Result:
 
 def agent_latency(spark: SparkSession, log: Log, count: int) -> tuple[float, float]:
     """Milliseconds from `send` until the table shows it, one at a time: median and p95."""
+    table: penstock.Table[Any] = penstock.Table(log, "totals")
     query = totals_query(spark, log)
+    return query_latency(log, query, count, lambda key: table.get(key) is not None)
+
+
+def query_latency(
+    log: Log, query: Query, count: int, is_there: Callable[[str], bool]
+) -> tuple[float, float]:
+    """The same of any query that reads orders."""
     stop = threading.Event()
     thread = threading.Thread(target=query.run, args=(stop, lambda step: None))
     thread.start()
-    table: penstock.Table[Any] = penstock.Table(log, "totals")
     times = []
     options = penstock.ProducerOptions(batch_delay_ms=0)
     with penstock.Producer(log, options) as producer:
@@ -375,7 +382,7 @@ def agent_latency(spark: SparkSession, log: Log, count: int) -> tuple[float, flo
             now = dt.datetime.now(dt.UTC)
             began = time.perf_counter()
             producer.send("orders", Order(f"u{n}", "x", 1.0, now))
-            while table.get(f"u{n}") is None:
+            while not is_there(f"u{n}"):
                 time.sleep(0.001)
             times.append((time.perf_counter() - began) * 1000)
     stop.set()

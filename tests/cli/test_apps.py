@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from penstock import Producer, Table
 from penstock import open as open_log
+from penstock.app.loading import load_app
 from penstock.app.plan import plan
+from penstock.app.reports import agent_rows
 from penstock.app.runner import make_streams
+from penstock.cli.apps import LINES_S, view
+from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
 
 SHOP = """
@@ -116,6 +124,8 @@ def test_run_until_idle_then_look(shop: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_signal_ends_it_in_order(shop: Path) -> None:
+    """And what is seen of it meanwhile, from outside and in its output."""
+    stop = threading.Event()
     send(shop, 10)
     command = [
         sys.executable, "-m", "penstock.cli", "run", "shop.py", "--log", "shop.db", "--only",
@@ -126,10 +136,18 @@ def test_a_signal_ends_it_in_order(shop: Path) -> None:
     ) as runner:
         with open_log(shop / "shop.db") as log:
             wait_until(lambda: Table(log, "totals").get("u1"), 120, "a total")
+
+            def states() -> set[str]:
+                return {row.state for row in agent_rows(log)}
+
+            wait_until(lambda: states() == {"running"}, 30, "the runner being seen")
+            stop.wait(LINES_S)  # a line for each query, where there is no terminal
             runner.send_signal(signal.SIGTERM)
             _, told = runner.communicate(timeout=60)
+            assert states() == {"not running"}
         assert runner.returncode == 0, told
     assert "each query finishes its batch" in told
+    assert re.search(r"add_up: running, [\d,]+ events/s, lag 0, batch [\d,]+ ms, hop", told), told
     assert "Traceback" not in told
 
 
@@ -146,6 +164,22 @@ def test_mistakes_are_usage_errors(shop: Path) -> None:
         done = penstock(shop, *arguments)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert not (shop / "shop.db").exists()
+
+
+def test_the_live_view_has_a_line_for_each_query(tmp_path: Path) -> None:
+    module = tmp_path / "shop.py"
+    module.write_text(SHOP.partition("@app.derive_table")[0])
+    app = load_app(str(module))
+    with AppTest(app, tmp_path) as run:
+        record = app.streams["orders"].record
+        assert record is not None
+        run.send(app.streams["orders"], record(user="ada", amount=3))
+        run.until_idle()
+        console = Console(width=100, record=True, file=io.StringIO())
+        console.print(view(run.runner))
+        shown = console.export_text()
+    assert re.search(r"query +state +in +out +events/s +lag +batch +hop", shown)
+    assert re.search(r"add_up +\w+ +1 +\d+ ", shown), shown
 
 
 @pytest.mark.parametrize(
