@@ -220,7 +220,7 @@ def _derived_latency(log: penstock.Log, count: int) -> tuple[float, float]:
     app = copier()
     make_streams(log, plan(app))
     query = _query(log, app, 1000)
-    at = dict.fromkeys(range(PARTITIONS), 0)
+    at = dict.fromkeys(log.offsets("copies"), 0)
 
     def is_there(key: str) -> bool:
         del key  # one at a time
