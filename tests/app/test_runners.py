@@ -16,7 +16,7 @@ from penstock import (
 )
 from penstock.app.query import Query
 from penstock.app.reset import reset_query
-from penstock.errors import FencedError, PenstockError
+from penstock.errors import FencedError, PenstockError, UsageError
 from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Order, Shop, some_orders
 
@@ -137,27 +137,16 @@ def test_a_reader_of_a_stream_that_was_cleared_starts_again(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["generator", "channel"])
-def test_a_feed_gets_over_a_failed_commit(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("step", ["commit.blobs", "commit.committed"])
+def test_a_feed_gets_over_a_failed_commit(tmp_path: Path, kind: str, step: str) -> None:
+    """One that did not happen, and one that did without anybody knowing."""
     shop = Shop()
     channel: Channel[Order] = Channel()
     for order in some_orders(2500):
         channel.send(order)
     source = channel if kind == "channel" else (order for order in some_orders(2500))
     shop.app.feed(source, to=shop.orders)
-    with AppTest(shop.app, tmp_path) as run, run.fault("commit.blobs", at=2):
-        run.until_idle()
-        assert len(run.events(shop.orders)) == 2500
-
-
-@pytest.mark.parametrize("kind", ["channel", "generator"])
-def test_a_feed_whose_commit_is_not_known_to_have_happened(tmp_path: Path, kind: str) -> None:
-    shop = Shop()
-    channel: Channel[Order] = Channel()
-    for order in some_orders(2500):
-        channel.send(order)
-    source = channel if kind == "channel" else (order for order in some_orders(2500))
-    shop.app.feed(source, to=shop.orders)
-    with AppTest(shop.app, tmp_path) as run, run.fault("commit.committed", at=2):
+    with AppTest(shop.app, tmp_path) as run, run.fault(step, at=2):
         run.until_idle()
         assert len(run.events(shop.orders)) == 2500
 
@@ -174,6 +163,17 @@ class Flaky:
                 self.times -= 1
                 raise OSError("the disk has a hiccup")
             yield order
+
+
+def test_a_feed_has_no_latest(tmp_path: Path) -> None:
+    shop = Shop()
+    shop.app.feed(some_orders(3), to=shop.orders)
+    with AppTest(shop.app, tmp_path) as run:
+        run.until_idle()
+        run.runner.stop()
+        (feed,) = [name for name in shop.app.definitions if "feed" in name]
+        with pytest.raises(UsageError, match="leave out --from latest"):
+            reset_query(run.log, shop.app.name, feed, start="latest")
 
 
 def test_a_feed_that_fails_in_the_middle_is_read_again(tmp_path: Path) -> None:

@@ -111,6 +111,10 @@ def test_run_until_idle_then_look(shop: Path) -> None:
         ]  # fmt: skip
         assert sum(rows_in) == 300
 
+    both = penstock(shop, "reset", "shop.py", "add_up+counts", "--from", "latest")
+    assert sorted(both.stdout.splitlines()) == [
+        f"{name} starts again from latest" for name in ("add_up", "counts")
+    ]
     assert penstock(shop, "reset", "shop.py", "counts", "--output", "clear").returncode == 0
     assert penstock(shop, "reset", "shop.py", "add_up", "--from", "latest").returncode == 0
     again = penstock(shop, "run", "shop.py", "--until-idle")

@@ -48,3 +48,31 @@ def test_two_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
         found = [event.data for event in read_events(log, "raw")]
         assert found == [b"a0", b"a1", b"b0", b"b1", b"b2"]
         assert len({record.name for record in records(log)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["redis", "redis://:secret@store:7000/2", "orders"], "redis/store:7000/2/orders"),
+        (["redis", "redis://store", "orders"], "redis/store:6379/0/orders"),
+        (["redis", "redis://localhost", "x", "--group", "g"], "redis/HERE:6379/0/group/g/x"),
+        (["redis", "redis://store", "news", "--subscribe"], "redis/store:6379/0/channel/news"),
+        (
+            ["postgres", "postgresql://app:secret@store/shop", "c", "--table", "t"],
+            "postgres/store:5432/shop/t",
+        ),
+        (["postgres", "host=/run/x dbname=shop port=1", "c"], "postgres/HERE:1/shop/channel/c"),
+        (["file", "/var/log/a.txt"], "file/HERE/var/log/a.txt"),
+        (["file", "a.txt", "--name", "mine"], "mine"),
+    ],
+)
+def test_a_source_is_named_after_what_it_reads_and_where(
+    command: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr("socket.gethostname", lambda: "HERE")
+    monkeypatch.setattr(
+        "penstock.cli.connect.run_source", lambda source, *rest: found.append(source.name)
+    )
+    assert main(["connect", *command]) == 0
+    assert found == [name]

@@ -95,7 +95,7 @@ def test_messages_are_stored_once_and_acknowledged_when_they_are(log: Log, liste
         ([wire.Hello("v0.0.1", "", "p", "i"), message("s", 1)], "which is not open"),
         ([wire.Hello("0.0.1", "", "p", "i"), wire.Ok(1)], "not for a connector to send"),
         ([wire.Hello("0.0.1", "", "p", "i"), wire.Eos(4)], "the end of stream 4"),
-        ([wire.Hello("0.0.1", "", "p", "i"), wire.Notify(1, "", 0)], "1 to 200"),
+        ([wire.Hello("0.0.1", "", "p", "i"), wire.Notify(1, "", 0)], "1 to 1000"),
         ([wire.Hello("0.0.1", "", "p", "i"), wire.Notify(1, "s", 0), wire.Notify(1, "s", 0)],
          "asked for twice"),
     ],

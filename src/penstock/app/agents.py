@@ -317,29 +317,27 @@ class _Run:
         )
 
     def _dead_letter(self, row: _Row, error: Exception, tries: int) -> DeadLetter:
-        key = row.key
-        return DeadLetter(
-            agent=self._agent.name,
-            stream=str(row.batch.stream.name),
-            partition=row.batch.partition,
-            offset=row.batch.offset_of(row.row),
-            id=row.id,
-            key=None if key is None else key.decode(errors="backslashreplace"),
-            data=msgspec.json.encode(row.data, order="deterministic").decode()[:DEAD_CHARS_MAX],
-            error=f"{type(error).__name__}: {error}",
-            traceback=user_traceback(error),
-            tries=tries,
-        )
+        data = msgspec.json.encode(row.data, order="deterministic").decode()[:DEAD_CHARS_MAX]
+        place = (str(row.batch.stream.name), row.batch.partition, row.batch.offset_of(row.row))
+        return self._letter(place, row.id, row.key, data, error, tries)
 
     def _dead_timer(self, event: Event[object], error: Exception, tries: int) -> DeadLetter:
+        data = msgspec.json.encode({"timer": event.time}).decode()
+        return self._letter(("", 0, 0), event.id, event.key, data, error, tries)
+
+    def _letter(
+        self, place: tuple[str, int, int], id_: str, key: bytes | None, data: str,
+        error: Exception, tries: int,
+    ) -> DeadLetter:  # fmt: skip
+        stream, partition, offset = place
         return DeadLetter(
             agent=self._agent.name,
-            stream="",
-            partition=0,
-            offset=0,
-            id=event.id,
-            key=cast(bytes, event.key).decode(errors="backslashreplace"),
-            data=msgspec.json.encode({"timer": event.time}).decode(),
+            stream=stream,
+            partition=partition,
+            offset=offset,
+            id=id_,
+            key=None if key is None else key.decode(errors="backslashreplace"),
+            data=data,
             error=f"{type(error).__name__}: {error}",
             traceback=user_traceback(error),
             tries=tries,

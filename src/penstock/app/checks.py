@@ -96,14 +96,16 @@ def check_late(
     source: AppStream[object] | AppTable[object],
 ) -> None:
     """Late events go to that stream as they came, so they must have its fields."""
-    given = source.spec.record if source.spec is not None else None
-    wanted = late.spec.record if late.spec is not None else None
     if late.app is not source.app:
         raise AppError(f"{where}: {name}: {late.name} is a stream of another app")
+    given = source.spec.record if source.spec is not None else None
+    wanted = late.spec.record if late.spec is not None else None
     if wanted is None:
         raise AppError(f"{where}: {name}: the stream {late.name} for late events has no record")
-    known = {} if given is None else {field.name: field.type for field in given.fields}
-    strange = [f.name for f in wanted.fields if given is not None and known.get(f.name) != f.type]
+    if given is None:
+        return  # a derived stream: its columns are known when it runs
+    known = {field.name: field.type for field in given.fields}
+    strange = [field.name for field in wanted.fields if known.get(field.name) != field.type]
     if strange:
         raise AppError(
             f"{where}: {name}: {late.name} has a field {strange[0]}, and late events have none of "

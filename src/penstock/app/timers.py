@@ -37,9 +37,8 @@ class Timers:
         found: list[tuple[bytes, int]] = []
         while len(found) < most and (at := self.next_us()) is not None and at <= now_us:
             due_us, name = heapq.heappop(self._heap)
-            if found[-1:] != [
-                (name, due_us)
-            ]:  # removed and set to the same again, it is there twice
+            # One that was removed and set to the same time again is in the heap twice.
+            if not found or found[-1] != (name, due_us):
                 found.append((name, due_us))
         for name, due_us in found:
             heapq.heappush(self._heap, (due_us, name))

@@ -93,7 +93,7 @@ def file_source(
 ) -> None:
     """Send the lines of a file, and those that are added to it."""
     whole = path.resolve()
-    called = name or f"file/{_host('')}{whole}"
+    called = name or f"file/{socket.gethostname()}{whole}"
     source = FileSource(called, whole, until_end=until_end, on_gone=on_gone)
     run_source(source, to, cookie, instance)
 

@@ -8,9 +8,9 @@ the decision, by a producer of its own: whoever holds that last is the only one 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -30,12 +30,13 @@ from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Committed, Log
 from penstock.log.commit import commit_surely, next_sequence
 
+T = TypeVar("T")
 Kind = Literal["stream", "batch"]
 AT_ONCE_MAX = 8
 ROUND_ROWS = 262_144
 """So many events of a partition are one transaction at most, where they come by stream."""
 VISIBLE_S = 60.0
-RETRY_S = 0.05
+RETRY_S = 0.1
 PREFIX = "sink/"
 
 
@@ -117,18 +118,13 @@ class Delivery:
     def _tell(self, vote: SinkVote, step: Step) -> None:
         """It is decided: whoever writes a batch must not think that nothing happened."""
         patience_s = self._target.options.timeout_s if self._at.kind == "batch" else 0.0
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                return self._target.tell(vote, step)
-            except SinkGoneError as error:
-                if time.monotonic() > deadline:
-                    raise SinkGoneError(
-                        "the rows were voted for and are decided: they become visible when the "
-                        f"sink is back and something is written next; do not write them again "
-                        f"({error})"
-                    ) from error
-                time.sleep(RETRY_S)
+        try:
+            patiently(patience_s, lambda: self._target.tell(vote, step))
+        except SinkGoneError as error:
+            raise SinkGoneError(
+                "the rows were voted for and are decided: they become visible when the sink is "
+                f"back and something is written next; do not write them again ({error})"
+            ) from error
 
     def _bounded(self, ends: dict[int, int]) -> dict[int, int]:
         return {p: min(end, self._at.next[p] + ROUND_ROWS) for p, end in ends.items()}
@@ -161,6 +157,18 @@ class Delivery:
 
     def _step(self, number: int) -> Step:
         return Step(self._holder.epoch, self._sequence, number)
+
+
+def patiently(timeout_s: float, do: Callable[[], T]) -> T:
+    """Do it; again and again while the sink is away, for so long."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return do()
+        except SinkGoneError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
 
 
 def deliveries(log: Log) -> Iterator[tuple[Delivered, int]]:

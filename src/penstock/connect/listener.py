@@ -46,7 +46,7 @@ from penstock.log.compose import Composer
 from penstock.log.letters import DeadLetter, dead_name
 from penstock.log.objects import CreateStream, declare
 
-NAME_CHARS_MAX = 200
+NAME_CHARS_MAX = 1000
 GRACE_S = 0.25
 """A connector that comes again at once may find its old connection not yet cleared away."""
 COMMITS_MAX = 8

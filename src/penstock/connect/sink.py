@@ -202,7 +202,7 @@ class _Worker(Connection):
             data = self.gathered()
             is_late = time.monotonic() > self._since + self._host.options.idle_timeout_s
             if self._session.state == "initial" and is_late:
-                return "no Hello came in time"
+                return self.carry_out(self._session.fail("no Hello came in time"))
             if data is None:
                 if time.monotonic() > self._heard + self._host.options.idle_timeout_s:
                     return "it said nothing for too long"

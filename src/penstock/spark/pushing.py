@@ -13,9 +13,7 @@ its attempts that comes so far, and delivered from there by the driver.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 import msgspec
 import pyarrow as pa
@@ -24,10 +22,10 @@ from pyspark.sql.datasource import DataSource, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from penstock.connect.addresses import check_address
-from penstock.connect.delivery import Delivery, Kind
+from penstock.connect.delivery import Delivery, Kind, patiently
 from penstock.connect.dial import DialOptions
 from penstock.connect.push import Target
-from penstock.errors import ObjectExistsError, SinkGoneError, UsageError
+from penstock.errors import ObjectExistsError, UsageError
 from penstock.log.api import Log
 from penstock.log.names import parse_stream
 from penstock.log.objects import CreateStream, declare
@@ -41,9 +39,7 @@ from penstock.spark.options import SourceOptions, checkpoint_of, taken
 from penstock.spark.sink import BatchWriter, StreamWriter
 from penstock.spark.worker import quiet_log
 
-T = TypeVar("T")
 FORMAT = "penstock.sink"
-RETRY_S = 0.2
 WORKERS_MAX = 256
 
 
@@ -70,8 +66,12 @@ class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.producer}_sink"
 
     @property
+    def timeout_s(self) -> float:
+        return parse_duration_ms(self.timeout) / 1000
+
+    @property
     def target(self) -> Target:
-        options = DialOptions(cookie=self.cookie, timeout_s=parse_duration_ms(self.timeout) / 1000)
+        options = DialOptions(cookie=self.cookie, timeout_s=self.timeout_s)
         way_out = "give the sink back what it had, or write under another producer name"
         return Target(self.producer, self.address, self.workers, options, way_out)
 
@@ -81,6 +81,9 @@ class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
             log=self.log, stream=self.stream, producer=self.producer, checkpoint=self.checkpoint,
             log_options=self.log_options,
         )  # fmt: skip
+
+    def delivery(self, log: Log, kind: Kind) -> Delivery:
+        return Delivery(log, self.target, self.stream, kind)
 
     def opened(self) -> Log:
         return quiet_log(self.log, dict(self.log_options))
@@ -153,7 +156,7 @@ class StreamPusher(StreamWriter):
         options = self._sink
         with options.opened() as log:
             frozen = log.last_commit(options.producer)
-            patiently(options, lambda: delivery_of(log, options, "stream").deliver(frozen))
+            patiently(options.timeout_s, lambda: options.delivery(log, "stream").deliver(frozen))
 
 
 class BatchPusher(BatchWriter):
@@ -172,26 +175,10 @@ class BatchPusher(BatchWriter):
         options = self._sink
         with options.opened() as log:
             # One delivery for all of it: another write under this name would fence it.
-            delivery = patiently(options, lambda: delivery_of(log, options, "batch"))
+            delivery = patiently(options.timeout_s, lambda: options.delivery(log, "batch"))
             delivery.skip()
             super().commit(messages)
             delivery.deliver(log.last_commit(options.producer))
-
-
-def delivery_of(log: Log, options: SinkOptions, kind: Kind) -> Delivery:
-    return Delivery(log, options.target, options.stream, kind)
-
-
-def patiently(options: SinkOptions, do: Callable[[], T]) -> T:
-    """Do it, again and again while the sink is away, for as long as the option timeout says."""
-    deadline = time.monotonic() + options.target.options.timeout_s
-    while True:
-        try:
-            return do()
-        except SinkGoneError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(RETRY_S)
 
 
 class Messages:

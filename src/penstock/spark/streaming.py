@@ -314,17 +314,20 @@ class StatefulQuery:
     def late_rows(self) -> int:
         """Exact where they are sent to a stream; else what Spark says, which counts after it has
         put together what it can, so rather too few."""
-        definition = self._shape.definition
-        if isinstance(definition, Derivation) and definition.late is not None:
+        if self._sends_late():
             return self._late_sent
         self._note_late()
         with self._late_lock:
             return self._late_before + sum(self._late_of.values())
 
+    def _sends_late(self) -> bool:
+        definition = self._shape.definition
+        return isinstance(definition, Derivation) and definition.late is not None
+
     def _note_late(self) -> None:
         """Look at each batch while Spark still tells of it, which is not for long."""
         query = self._query
-        if query is None:
+        if query is None or self._sends_late():
             return
         with spark_alive():
             told_of = query.recentProgress

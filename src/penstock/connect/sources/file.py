@@ -33,7 +33,7 @@ class Known(msgspec.Struct, frozen=True):
     """Which file a generation is: its inode, and how its first bytes begin and end.
 
     A file that was removed may leave its inode to another, which may begin like it. Of one that
-    was cut while it was followed, only is left how many bytes of it were read: `size`.
+    was cut while it was followed, all that is left is how many bytes of it were read: `size`.
     """
 
     device: int = 0

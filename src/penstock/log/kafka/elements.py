@@ -19,8 +19,6 @@ from penstock.log.collections import LIST_SET_EVERY
 from penstock.log.objects import Entries, Stream
 
 _BETWEEN = b"\0"  # JSON has none, so the last one of a key is ours
-
-
 _DELETE = b'{"action":"delete"}'
 
 

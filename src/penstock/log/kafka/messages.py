@@ -159,7 +159,7 @@ class MessageBatch(Batch):
         stream, messages = self.stream, self._messages
         match name:
             case "_key":
-                return pa.array([_key_of(stream, message) for message in messages], pa.binary())
+                return pa.array(_keys(stream, messages), pa.binary())
             case "_time":
                 return self._times()
             case "_id":
@@ -203,7 +203,10 @@ class MessageBatch(Batch):
 
 def decode(stream: Stream, messages: Sequence[Message]) -> Iterator[Batch | DamagedError]:
     """The events of messages of one partition; an error in the place of what cannot be read."""
-    values = [_value_of(stream, message) for message in messages]
+    values = [message.value() for message in messages]
+    if elements.tells_actions(stream):
+        keys = [message.key() or b"" for message in messages]
+        values = list(map(elements.document, keys, values))
     offsets = pa.array([message.offset() for message in messages], pa.int64())
     if stream.record is None:
         plain, wrong = _untyped(stream, values)
@@ -232,7 +235,7 @@ def _around(
             f"stream {stream.name}, partition {partition}: the message at offset {offset} is no "
             f"{stream.type}: {reason}",
             str(stream.name), partition, offset, offset,
-            key=_key_of(stream, messages[row]), data=messages[row].value(),
+            key=_keys(stream, messages[row : row + 1])[0], data=messages[row].value(),
         )  # fmt: skip
         at = row + 1
     if at < len(messages):
@@ -265,14 +268,11 @@ def _with_deleted(
     )
 
 
-def _key_of(stream: Stream, message: Message) -> bytes | None:
-    key = message.key()
-    return elements.event_key(key) if key and elements.tells_actions(stream) else key
-
-
-def _value_of(stream: Stream, message: Message) -> bytes | None:
-    key, value = message.key(), message.value()
-    return elements.document(key, value) if key and elements.tells_actions(stream) else value
+def _keys(stream: Stream, messages: Sequence[Message]) -> list[bytes | None]:
+    keys = [message.key() for message in messages]
+    if not elements.tells_actions(stream):
+        return keys
+    return [None if key is None else elements.event_key(key) for key in keys]
 
 
 def offset_of(message: Message) -> int:
