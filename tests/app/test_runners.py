@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,15 +141,22 @@ def test_a_reader_of_a_stream_that_was_cleared_starts_again(tmp_path: Path) -> N
 @pytest.mark.parametrize("step", ["commit.blobs", "commit.committed"])
 def test_a_feed_gets_over_a_failed_commit(tmp_path: Path, kind: str, step: str) -> None:
     """One that did not happen, and one that did without anybody knowing."""
-    shop = Shop()
+    app = App("shop")
+    orders = app.stream("orders", Order)
     channel: Channel[Order] = Channel()
-    for order in some_orders(2500):
-        channel.send(order)
-    source = channel if kind == "channel" else (order for order in some_orders(2500))
-    shop.app.feed(source, to=shop.orders)
-    with AppTest(shop.app, tmp_path) as run, run.fault(step, at=2):
+    is_armed = threading.Event()
+
+    def items() -> Iterator[Order]:
+        is_armed.wait(30)
+        yield from some_orders(2500)
+
+    app.feed(channel if kind == "channel" else items(), to=orders)
+    with AppTest(app, tmp_path) as run, run.fault(step, at=2):
+        is_armed.set()
+        for order in some_orders(2500 if kind == "channel" else 0):
+            channel.send(order)
         run.until_idle()
-        assert len(run.events(shop.orders)) == 2500
+        assert len(run.events(orders)) == 2500
 
 
 class Flaky:
