@@ -111,6 +111,11 @@ class Batch:
         return f"<Batch {self.stream.name}/{self.partition} {self.first_offset}..{last}>"
 
     @property
+    def memory_bytes(self) -> int:
+        """What it keeps in memory; a slice keeps the whole that it was cut from."""
+        return int(self._kept.get_total_buffer_size())
+
+    @property
     def next_offset(self) -> int:
         """Where reading goes on."""
         if self._offsets is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import heapq
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast, overload
@@ -14,14 +13,13 @@ from penstock.errors import DamagedError, UnknownObjectError, UsageError
 from penstock.log.api import Log, Start
 from penstock.log.batch import Batch
 from penstock.log.compose import check_class_fits
+from penstock.log.merge import Read, in_commit_order
 from penstock.log.objects import Stream
 from penstock.records.event import Event, Key, key_bytes
 from penstock.records.schema import Record
 
 R = TypeVar("R", bound=Record)
 
-MERGED_PARTITIONS_MAX = 16
-"""With more partitions than this, they are read one after the other: memory stays bounded."""
 FOLLOW_WAIT_S = 1.0
 
 
@@ -44,11 +42,11 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 def read_batches(log: Log, stream: str, options: ReadOptions = ReadOptions()) -> Iterator[Batch]:
     """Batches of all chosen partitions, in the order of their commits where the log has one.
 
-    What is there when it is called, and with `follow` what comes later. Within a partition
-    always in order of offset.
+    What is there at one moment, after it is called, and with `follow` what comes later. Within a
+    partition always in order of offset.
     """
     found = log.stream(stream)
-    positions = {p: start_offset(log, stream, p, options.start) for p in chosen(found, options)}
+    positions = start_offsets(log, stream, chosen(found, options), options.start)
     stop = options.stop or threading.Event()
     while not stop.is_set():
         for batch in _pass(log, stream, positions, options):
@@ -112,21 +110,25 @@ def _events(
         yield from batch.events(record, key)
 
 
-def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:
-    """The offset at which reading a partition starts."""
+def start_offsets(log: Log, stream: str, partitions: Sequence[int], start: Start) -> dict[int, int]:
+    """The offset at which reading each partition starts, all as of one moment."""
     if not isinstance(start, dt.datetime | int) and start not in ("earliest", "latest"):
         raise UsageError(
             f"start is {start!r}; it is earliest, latest, an offset or a time (a datetime)"
         )
     if isinstance(start, dt.datetime):
-        return log.offset_at(stream, partition, start)
-    if start == "latest":
-        return log.offsets(stream)[partition].next
-    if start == "earliest":
-        return log.offsets(stream)[partition].first
-    if start < 0:
-        raise UsageError(f"an offset is 0 or more, not {start}")
-    return start
+        return {p: log.offset_at(stream, p, start) for p in partitions}
+    if isinstance(start, int):
+        if start < 0:
+            raise UsageError(f"an offset is 0 or more, not {start}")
+        return dict.fromkeys(partitions, start)
+    now = log.offsets(stream)
+    return {p: now[p].next if start == "latest" else now[p].first for p in partitions}
+
+
+def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:
+    """The offset at which reading a partition starts."""
+    return start_offsets(log, stream, [partition], start)[partition]
 
 
 def chosen(stream: Stream, options: ReadOptions) -> list[int]:
@@ -155,26 +157,26 @@ def _see_growth(stream: Stream, positions: dict[int, int], options: ReadOptions)
 def _pass(
     log: Log, stream: str, positions: dict[int, int], options: ReadOptions
 ) -> Iterator[Batch]:
-    """Everything that is there now; moves the positions along."""
-    sources = [_partition(log, stream, p, positions, options) for p in sorted(positions)]
-    if len(sources) > MERGED_PARTITIONS_MAX:
-        for source in sources:
-            yield from source
-    else:
-        yield from heapq.merge(*sources, key=lambda batch: (batch.commit, batch.partition))
+    """Everything that is there now, at one moment for all partitions; moves the positions along.
 
+    The ends are looked up once, so that no commit is seen in one partition and missed in another.
+    """
 
-def _partition(
-    log: Log, stream: str, partition: int, positions: dict[int, int], options: ReadOptions
-) -> Iterator[Batch]:
-    def note(damage: DamagedError) -> None:
-        if options.on_damage is None:
-            raise damage
-        options.on_damage(damage)
-        positions[partition] = damage.last_offset + 1
+    def reader(partition: int, end: int) -> Read:
+        def note(damage: DamagedError) -> None:
+            if options.on_damage is None:
+                raise damage
+            options.on_damage(damage)
+            positions[partition] = damage.last_offset + 1
 
-    for batch in read_past(log, stream, partition, positions[partition], None, note):
-        positions[partition] = batch.next_offset
+        return lambda start: read_past(log, stream, partition, start, end, note)
+
+    ends = log.offsets(stream)
+    readers = {
+        p: (start, reader(p, ends[p].next)) for p, start in positions.items() if p in ends
+    }
+    for batch in in_commit_order(readers):
+        positions[batch.partition] = batch.next_offset
         yield batch
 
 
