@@ -172,9 +172,7 @@ def _pass(
         return lambda start: read_past(log, stream, partition, start, end, note)
 
     ends = log.offsets(stream)
-    readers = {
-        p: (start, reader(p, ends[p].next)) for p, start in positions.items() if p in ends
-    }
+    readers = {p: (start, reader(p, ends[p].next)) for p, start in positions.items() if p in ends}
     for batch in in_commit_order(readers):
         positions[batch.partition] = batch.next_offset
         yield batch
