@@ -45,24 +45,72 @@ def read_batches(log: Log, stream: str, options: ReadOptions = ReadOptions()) ->
     What is there at one moment, after it is called, and with `follow` what comes later. Within a
     partition always in order of offset.
     """
-    found = log.stream(stream)
-    positions = start_offsets(log, stream, chosen(found, options), options.start)
-    stop = options.stop or threading.Event()
-    while not stop.is_set():
-        for batch in _pass(log, stream, positions, options):
+    reading = Reading(log, stream, options)
+    while not reading.is_stopped:
+        for batch in reading.batches():
             yield batch
-            if stop.is_set():
+            if reading.is_stopped:
                 return
         if not options.follow:
             return
-        log.wait(stream, positions, FOLLOW_WAIT_S)
-        now = log.stream(stream)
-        if now.id != found.id:
+        log.wait(stream, reading.positions, FOLLOW_WAIT_S)
+        reading.look()
+
+
+class Reading:
+    """A stream that is being read: how far each partition has come.
+
+    Between two rounds of `batches` somebody waits, in whatever way, and then calls `look`.
+    """
+
+    def __init__(self, log: Log, stream: str, options: ReadOptions) -> None:
+        self._log = log
+        self._stream = stream
+        self._options = options
+        found = log.stream(stream)
+        self._id = found.id
+        self.positions = start_offsets(log, stream, chosen(found, options), options.start)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._options.stop is not None and self._options.stop.is_set()
+
+    def batches(self) -> Iterator[Batch]:
+        """Everything that is there now, at one moment for all partitions.
+
+        The ends are looked up once, so that no commit is seen in one partition and missed in
+        another.
+        """
+        ends = self._log.offsets(self._stream)
+        readers = {
+            partition: (start, self._reader(partition, ends[partition].next))
+            for partition, start in self.positions.items()
+            if partition in ends
+        }
+        for batch in in_commit_order(readers):
+            self.positions[batch.partition] = batch.next_offset
+            yield batch
+
+    def _reader(self, partition: int, end: int) -> Read:
+        def note(damage: DamagedError) -> None:
+            if self._options.on_damage is None:
+                raise damage
+            self._options.on_damage(damage)
+            self.positions[partition] = damage.last_offset + 1
+
+        return lambda start: read_past(self._log, self._stream, partition, start, end, note)
+
+    def look(self) -> None:
+        """See whether it is still the same stream, and whether it has grown."""
+        now = self._log.stream(self._stream)
+        if now.id != self._id:
             raise UnknownObjectError(
-                f"stream {stream} was dropped and created anew while it was followed: read the new "
-                "one from its beginning"
+                f"stream {self._stream} was dropped and created anew while it was followed: read "
+                "the new one from its beginning"
             )
-        _see_growth(now, positions, options)
+        if self._options.partitions is None:
+            for partition in chosen(now, self._options):
+                self.positions.setdefault(partition, 0)
 
 
 @overload
@@ -145,37 +193,6 @@ def chosen(stream: Stream, options: ReadOptions) -> list[int]:
                 f"it has 0 to {stream.partitions - 1}"
             )
     return list(options.partitions)
-
-
-def _see_growth(stream: Stream, positions: dict[int, int], options: ReadOptions) -> None:
-    """Start at the beginning of partitions that were added since."""
-    if options.partitions is None:
-        for partition in chosen(stream, options):
-            positions.setdefault(partition, 0)
-
-
-def _pass(
-    log: Log, stream: str, positions: dict[int, int], options: ReadOptions
-) -> Iterator[Batch]:
-    """Everything that is there now, at one moment for all partitions; moves the positions along.
-
-    The ends are looked up once, so that no commit is seen in one partition and missed in another.
-    """
-
-    def reader(partition: int, end: int) -> Read:
-        def note(damage: DamagedError) -> None:
-            if options.on_damage is None:
-                raise damage
-            options.on_damage(damage)
-            positions[partition] = damage.last_offset + 1
-
-        return lambda start: read_past(log, stream, partition, start, end, note)
-
-    ends = log.offsets(stream)
-    readers = {p: (start, reader(p, ends[p].next)) for p, start in positions.items() if p in ends}
-    for batch in in_commit_order(readers):
-        positions[batch.partition] = batch.next_offset
-        yield batch
 
 
 def read_past(
