@@ -111,11 +111,16 @@ def test_run_until_idle_then_look(shop: Path) -> None:
         ]  # fmt: skip
         assert sum(rows_in) == 300
 
+    asked = penstock(shop, "reset", "shop.py", "counts", "--output", "clear")
+    assert asked.returncode == 2
+    assert "this would empty counts. Nothing was changed: say --yes" in asked.stderr
     both = penstock(shop, "reset", "shop.py", "add_up+counts", "--from", "latest")
     assert sorted(both.stdout.splitlines()) == [
         f"{name} starts again from latest" for name in ("add_up", "counts")
     ]
-    assert penstock(shop, "reset", "shop.py", "counts", "--output", "clear").returncode == 0
+    assert (
+        penstock(shop, "reset", "shop.py", "counts", "--output", "clear", "--yes").returncode == 0
+    )
     assert penstock(shop, "reset", "shop.py", "add_up", "--from", "latest").returncode == 0
     again = penstock(shop, "run", "shop.py", "--until-idle")
     assert again.returncode == 0, again.stderr
@@ -163,7 +168,9 @@ def test_mistakes_are_usage_errors(shop: Path) -> None:
         (["run", "shop.py", "--only", "nobody"], "defines no nobody: it defines add_up, counts"),
         (["reset", "shop.py", "nobody"], "defines no nobody"),
         (["reset", "shop.py", "add_up+nobody"], "defines no nobody"),
-        (["run", "shop.py", "--conf", "x"], "is not KEY=VALUE"),
+        (["run", "shop.py", "--setting", "x"], "write NAME=VALUE"),
+        (["run", "shop.py", "--only", "ad_up"], "did you mean add_up?"),
+        (["reset", "shop.py", "count"], "did you mean counts?"),
     ):
         done = penstock(shop, *arguments)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr

@@ -96,7 +96,7 @@ def test_sasl(sasl: Brokers, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     use(sasl.url, tmp_path, **right)
     with pytest.raises(LogAccessError, match="does not let this client in"):
         use(sasl.url, tmp_path, **{**right, "sasl.password": "guessed"})
-    options = [part for item in right.items() for part in ("--log-option", "=".join(item))]
+    options = [part for item in right.items() for part in ("--setting", "=".join(item))]
     assert main(["stream", "list", "--log", sasl.url, *options]) == 0
     told = capsys.readouterr()
     assert "orders" in told.out

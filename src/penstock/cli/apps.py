@@ -25,13 +25,17 @@ from penstock.cli.options import (
     JsonOption,
     LogOption,
     LogOptionsOption,
+    YesOption,
     examples,
     log_url,
     open_named,
     parse_options,
+    parse_setting,
 )
-from penstock.cli.output import note, say, say_json, stderr, stopping, table
-from penstock.errors import UsageError
+from penstock.cli.output import confirm, note, say, say_json, stderr, stopping, table
+from penstock.connect.credentials import BY_NAME
+from penstock.errors import UnknownObjectError, UsageError
+from penstock.log.names import guess
 
 REFRESH_S = 0.5
 LINES_S = 5.0
@@ -62,7 +66,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "reset",
         epilog=examples(
-            "penstock reset shop.py spend", "penstock reset shop.py spend --output clear"
+            "penstock reset shop.py spend", "penstock reset shop.py spend --output clear --yes"
         ),
     )(reset)
     agents = typer.Typer(no_args_is_help=True, help="Where the agents of apps are.")
@@ -78,7 +82,7 @@ def run(  # noqa: PLR0913  a parameter for each option
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- ARGUMENT…]", help="For the app itself, in sys.argv.", show_default=False
+            metavar="-- ARGUMENT", help="For the app itself, in sys.argv.", show_default=False
         ),
     ] = None,
     master: Annotated[
@@ -93,15 +97,21 @@ def run(  # noqa: PLR0913  a parameter for each option
         bool, typer.Option("--until-idle", help="End when everything there is has been handled.")
     ] = False,
     batch_rows: Annotated[
-        int, typer.Option("--batch-rows", min=1, help="At most so many events in a batch.")
+        int,
+        typer.Option("--batch-rows", metavar="N", min=1, help="At most so many events in a batch."),
     ] = QueryLimits().batch_rows_max,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--conf", metavar="KEY=VALUE", help="A setting of Spark; may be repeated."),
-    ] = None,
     json: JsonOption = False,
     log: LogOption = None,
-    log_option: LogOptionsOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--setting",
+            "-s",
+            metavar="NAME=VALUE",
+            help=f"A setting of Spark (spark.…), or of the log; may be repeated. {BY_NAME}",
+            rich_help_panel="Log",
+        ),
+    ] = None,
 ) -> None:
     """Run an app: derived streams and tables, agents and joins, until it is stopped.
 
@@ -109,8 +119,8 @@ def run(  # noqa: PLR0913  a parameter for each option
     finish its batch. Exits with 1 if a query was given up.
     """
     loaded = load_app(app, arguments or [])
-    plan(loaded).only(only or [])
-    conf = dict(_setting(item) for item in settings or [])
+    check_defined(loaded, only or [])
+    conf, log_option = split_settings(settings or [])
     stop = threading.Event()
     finishing = stopping(stop, "each query finishes its batch")
     with open_named(context, log, log_option, create=True) as opened, finishing:
@@ -121,7 +131,7 @@ def run(  # noqa: PLR0913  a parameter for each option
         with running(
             loaded, opened, master=master, checkpoints=_checkpoints(context, log, checkpoints),
             only=only or [], batch_rows=batch_rows, settings=conf,
-            log_options=parse_options(log_option or []),
+            log_options=parse_options(log_option),
         ) as runner:  # fmt: skip
             _watch(runner, stop, until_idle=until_idle, as_json=json)
         if json:
@@ -131,11 +141,23 @@ def run(  # noqa: PLR0913  a parameter for each option
         raise failure
 
 
-def _setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"--conf {text!r} is not KEY=VALUE")
-    return name, value
+def split_settings(items: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Spark's settings, and the others, which are the log's."""
+    parsed = {item: parse_setting(item) for item in items}
+    spark = dict(found for found in parsed.values() if found[0].startswith("spark."))
+    return spark, [item for item, (name, _) in parsed.items() if name not in spark]
+
+
+def check_defined(loaded: App, names: list[str]) -> None:
+    """Raise for a definition that the app does not have; names the nearest."""
+    known = [definition.name for definition in plan(loaded).definitions]
+    for name in names:
+        if name not in known:
+            hint = guess(name, known)
+            raise UnknownObjectError(
+                f"app {loaded.name} defines no {name}: {f'{hint} ' if hint else ''}it defines "
+                f"{', '.join(sorted(known))}"
+            )
 
 
 def _checkpoints(context: typer.Context, log: str | None, given: Path | None) -> Path:
@@ -197,22 +219,30 @@ def reset(  # noqa: PLR0913  a parameter for each option
     ],
     start: Annotated[
         Literal["earliest", "latest"],
-        typer.Option("--from", help="Where it reads from when it starts again."),
+        typer.Option("--from", metavar="WHERE", help="Begin here: earliest or latest."),
     ] = "earliest",
     output: Annotated[
         Literal["keep", "clear"],
         typer.Option("--output", help="Keep what it made, or empty its streams and tables."),
     ] = "keep",
     checkpoints: CheckpointsOption = None,
+    yes: YesOption = False,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Let a query start again: forget its position, and the state that Spark keeps for it."""
+    """Let a query start again: forget its position, and the state that Spark keeps for it.
+
+    With `--output clear` it asks first; without a terminal it wants `--yes`.
+    """
     loaded = load_app(app)
+    check_defined(loaded, query.split("+"))
     chosen = plan(loaded).only(query.split("+")).definitions
     made = {definition.name: _made_by(loaded, definition, output) for definition in chosen}
     with open_named(context, log, log_option) as opened:
+        if output == "clear":
+            emptied = ", ".join(name for names in made.values() for name in names)
+            confirm(f"Empty {emptied}?", f"this would empty {emptied}", yes=yes)
         for definition in chosen:
             done = reset_query(
                 opened, loaded.name, definition.name, start=start, output=output,
@@ -257,6 +287,9 @@ def list_agents(
     if json:
         for row in rows:
             say_json(row)
+        return
+    if not rows:
+        note("no app has run on this log yet")
         return
     columns = ("app", "agent", "stream", "partition", "offset", "lag", "worker", "state")
     table(columns, [[getattr(row, column) for column in columns] for row in rows])

@@ -47,7 +47,7 @@ def verify(
     found = 0
     with open_named(context, log, log_option) as opened:
         streams = len(opened.streams())
-        with progress_bar("verifying") as report:
+        with progress_bar("verifying", "batches") as report:
             for damage in opened.verify(report):
                 found += 1
                 say_json(damage) if json else say(damage.message)
@@ -67,7 +67,7 @@ def backup(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Copy the log as it is at this moment, while others use it. The copy is a log itself."""
-    with open_named(context, log, log_option) as opened, progress_bar("copying") as report:
+    with open_named(context, log, log_option) as opened, progress_bar("copying", "pages") as report:
         opened.backup(target, report)
     size = target.stat().st_size
     if json:

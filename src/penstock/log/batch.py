@@ -294,32 +294,48 @@ def _upgrade(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def stream_columns(stream: Stream) -> pa.Schema:
+    """Data and envelope columns of a stream, in Arrow's types."""
+    if stream.record is None:
+        kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
+        data = pa.schema([pa.field(DATA, kind, nullable=stream.spec.table)])
+    else:
+        data = arrow_schema(stream.record)
+        data = nullable(data) if stream.spec.table else data
+    fields = [*data, *ENVELOPE]
+    if stream.spec.table:
+        fields.append(pa.field(DELETED, pa.bool_(), nullable=False))
+    return pa.schema(fields)
+
+
 def json_row(event: Event[object]) -> dict[str, JsonValue]:
     """An event as the command line and the HTTP API show it."""
-    key = event.key
-    shown: JsonValue = None
-    if key is not None:
-        try:
-            shown = key.decode()
-        except UnicodeDecodeError:
-            shown = {"base64": base64.b64encode(key).decode()}
     return {
         "stream": event.stream,
         "partition": event.partition,
         "offset": event.offset,
-        "key": shown,
+        "key": None if event.key is None else json_key(event.key),
         "time": _iso(event.time),
         "id": event.id,
         "type": event.type,
         "source": event.source,
         "headers": dict(event.headers),
-        "data": _shown(event.data),
+        "data": json_data(event.data),
     }
 
 
-def _shown(data: object) -> JsonValue:
+def json_key(key: bytes) -> JsonValue:
+    """A key as text, or as base64 where it is none."""
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(key).decode()}
+
+
+def json_data(data: object) -> JsonValue:
     """Data as JSON; sets in order, so that two outputs can be compared."""
-    order: Literal["deterministic"] | None = "deterministic" if isinstance(data, Record) else None
+    ordered = isinstance(data, Record | set)
+    order: Literal["deterministic"] | None = "deterministic" if ordered else None
     shown: JsonValue = msgspec.to_builtins(data, order=order)
     return shown
 

@@ -24,10 +24,11 @@ from penstock.app.windows import Windows
 from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log
+from penstock.log.batch import stream_columns
 from penstock.log.objects import Stream, StreamSpec
 from penstock.log.table import unpacker
 from penstock.records.event import DELETED
-from penstock.spark.columns import exchanged, for_spark, record_of, spark_schema, stream_columns
+from penstock.spark.columns import exchanged, for_spark, record_of, spark_schema
 from penstock.spark.failures import spark_alive, user_failure
 from penstock.spark.sink import stage_batches
 from penstock.spark.source import entry_columns

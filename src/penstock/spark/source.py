@@ -29,6 +29,7 @@ from pyspark.sql.types import StructType
 from penstock.app.splits import cuts
 from penstock.errors import DamagedError, OffsetGoneError, UsageError
 from penstock.log.api import Log, Offsets
+from penstock.log.batch import stream_columns
 from penstock.log.objects import Stream
 from penstock.log.read import read_past
 from penstock.log.table import unpacker
@@ -36,7 +37,7 @@ from penstock.records.arrow import codec_of_schema
 from penstock.records.event import DATA, DELETED, ENVELOPE
 from penstock.records.schema import Record
 from penstock.spark import options as source_options
-from penstock.spark.columns import exchanged, for_spark, spark_schema, stream_columns
+from penstock.spark.columns import exchanged, for_spark, spark_schema
 from penstock.spark.options import SourceOptions, offsets_of
 from penstock.spark.sink import BatchWriter, StreamWriter
 from penstock.spark.worker import quiet_log, worker_log

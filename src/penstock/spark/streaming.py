@@ -36,7 +36,7 @@ from penstock.errors import (
 )
 from penstock.log import OptionValue
 from penstock.log.api import Holder, Log
-from penstock.spark.columns import stream_columns
+from penstock.log.batch import stream_columns
 from penstock.spark.failures import spark_alive, user_failure
 from penstock.spark.frames import (
     Shape,

@@ -1,0 +1,76 @@
+"""What tests of the command line share: calling it, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+Done = subprocess.CompletedProcess[str]
+Run = Callable[..., Done]
+PROGRAM = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Run:  # fmt: skip
+    """Call the program, in `tmp_path`: it is loaded once, which is most of what a call takes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PENSTOCK_LOG", raising=False)
+
+    def call(*arguments: str, stdin: str | bytes = "", **extra: str) -> Done:
+        modules, path = set(sys.modules), list(sys.path)
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+            for name, value in extra.items():
+                patch.setenv(name, value)
+            try:
+                code = main(list(arguments))
+            finally:
+                for name in set(sys.modules) - modules:  # a user's, of this folder
+                    if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+                        del sys.modules[name]
+                sys.path[:] = path
+        out, err = capfd.readouterr()
+        return Done(arguments, code, out, err)
+
+    return call
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Run:
+    """Call the program in a process of its own, and wait for it."""
+
+    def call(*arguments: str, stdin: str = "", **extra: str) -> Done:
+        return subprocess.run(
+            [*PROGRAM, *arguments], input=stdin, capture_output=True, text=True, cwd=tmp_path,
+            timeout=60, check=False, env=environment(**extra),
+        )  # fmt: skip
+
+    return call
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PENSTOCK_LOG"} | extra
+
+
+def rows(done: Done) -> list[dict[str, object]]:
+    """What was printed, as JSON lines."""
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def data(done: Done) -> list[object]:
+    """The data of the events that were printed."""
+    return [row["data"] for row in rows(done)]
