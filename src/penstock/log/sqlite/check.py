@@ -12,6 +12,7 @@ import apsw
 
 from penstock.errors import DamagedError, LogError, ObjectExistsError
 from penstock.log.api import Damage, Progress
+from penstock.log.batch import Batch
 from penstock.log.names import StreamName
 from penstock.log.objects import Stream
 from penstock.log.sqlite.connection import ReaderPool, many, one, translated
@@ -23,6 +24,7 @@ from penstock.log.sqlite.reading import (
     decode,
     read_stored,
     row_near,
+    unreadable,
 )
 
 BACKUP_PAGES = 1024
@@ -106,7 +108,9 @@ class Verifier:
                 try:
                     data = read_stored(connection, row)
                     if data is not None:
-                        decode(stream, partition, row, data)
+                        bad = _first_unreadable(decode(stream, partition, row, data), offset)
+                        if bad is not None:
+                            raise unreadable(stream, partition, bad)
                         return row
                     if row == seen:
                         raise WrongBatchError("its data is missing")
@@ -132,6 +136,12 @@ class Verifier:
         with self._pool.lend() as connection:
             row = one(connection, "offsets_of_partition", stream.id, partition)
         return row is not None and offset >= row[0]
+
+
+def _first_unreadable(batch: Batch, offset: int) -> int | None:
+    """From `offset` on: what lies before it was told of already."""
+    left = batch.sliced(max(offset, batch.first_offset), batch.next_offset)
+    return left.first_unreadable()
 
 
 def _why(error: Exception) -> str:
