@@ -31,6 +31,8 @@ CACHE_KIB = 16 << 10
 READERS_IDLE_MAX = 8
 OPEN_BUSY_S = 10.0
 OPEN_PAUSE_S = 0.02
+WRITE_LOCK = 120
+"""Which byte of the -shm file SQLite locks to write."""
 
 
 Access = Literal["write", "read", "frozen"]
@@ -118,7 +120,9 @@ def translate(error: apsw.Error, path: Path) -> errors.LogError:
                 f"the disk that holds {path} is full; free some space and try again"
             )
         case apsw.BusyError() | apsw.LockedError():
-            return errors.LogBusyError(f"{path} was held by another writer for too long; try again")
+            return errors.LogBusyError(
+                f"{path} was held by another writer{_writer_of(path)} for too long; try again"
+            )
         case apsw.ReadOnlyError() | apsw.CantOpenError() | apsw.PermissionsError():
             return errors.LogReadOnlyError(
                 f"{path} cannot be opened for writing: {error}; a log needs write access to its "
@@ -134,6 +138,23 @@ def translate(error: apsw.Error, path: Path) -> errors.LogError:
         case apsw.IOError():
             return errors.LogIOError(f"the disk failed under {path}: {error}")
     return errors.LogError(f"{path}: {error}")
+
+
+def _writer_of(path: Path) -> str:
+    """Which process has the write lock, where the system tells: for the message only."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        inode = path.with_name(path.name + "-shm").stat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 5: POSIX  ADVISORY  WRITE 4711 fe:01:1234 120 120
+            kind, pid, place, first, last = line.split()[-5:]
+            if (
+                kind == "WRITE"
+                and place.endswith(f":{inode}")
+                and int(first) <= WRITE_LOCK <= int(last)
+            ):
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                return f" (process {pid}{', which is stopped' if state in 'Tt' else ''})"
+    return ""
 
 
 def connect(path: Path, vfs: str | None = None, access: Access = "write") -> apsw.Connection:

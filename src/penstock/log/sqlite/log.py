@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,10 @@ import msgspec
 
 from penstock.errors import (
     CommitOutcomeUnknownError,
+    LogBusyError,
     LogError,
+    LogFullError,
+    LogIOError,
     PenstockError,
     UsageError,
 )
@@ -70,6 +74,7 @@ from penstock.records.event import JsonValue, microseconds, now_us
 T = TypeVar("T")
 PREPARE_TRIES_MAX = 20
 PIN_S_MAX = 24 * 3600.0
+UNPIN_MS_MAX = 1_000
 
 
 class SqliteOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -383,7 +388,13 @@ class SqliteLog:
         return self._submit(lambda write: write_pin(write, duration_s), durable=False)
 
     def unpin(self, pin: Pin) -> None:
-        self._submit(lambda write: write.run("delete_pin", int(pin.token)), durable=False)
+        # It ends by itself: nobody's work is to fail because it could not be given back early.
+        with contextlib.suppress(LogBusyError, LogFullError, LogIOError):
+            self._submit(
+                lambda write: write.run("delete_pin", int(pin.token)),
+                durable=False,
+                timeout_ms=UNPIN_MS_MAX,
+            )
 
     # Upkeep
 
