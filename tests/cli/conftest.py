@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import pty
+import select
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -74,3 +80,38 @@ def rows(done: Done) -> list[dict[str, object]]:
 def data(done: Done) -> list[object]:
     """The data of the events that were printed."""
     return [row["data"] for row in rows(done)]
+
+
+class Screen(NamedTuple):
+    """What was seen on a terminal, and what went to standard output, if that was elsewhere."""
+
+    code: int
+    text: str
+
+
+def on_terminal(
+    folder: Path, *arguments: str, typed: str = "", output: Path | None = None, columns: int = 80,
+    **extra: str,
+) -> Screen:  # fmt: skip
+    """Call the program at a terminal; standard output may go into a file instead."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, columns))
+    with contextlib.ExitStack() as stack:
+        stdout = theirs if output is None else stack.enter_context(output.open("wb"))
+        program = subprocess.Popen(
+            [*PROGRAM, *arguments], cwd=folder, stdin=theirs, stderr=theirs, stdout=stdout,
+            env=environment(TERM="xterm", **extra),
+        )  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        os.write(ours, typed.encode())
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and select.select([ours], [], [], 60)[0]:
+            try:
+                more = os.read(ours, 65_536)
+            except OSError:  # the other side is closed
+                break
+            seen += more
+        os.close(ours)
+        code = program.wait(60)
+    return Screen(code, seen.decode().replace("\r\n", "\n"))

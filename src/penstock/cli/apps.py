@@ -29,6 +29,7 @@ from penstock.cli.options import (
     examples,
     log_url,
     open_named,
+    open_to_read,
     parse_options,
     parse_setting,
 )
@@ -282,7 +283,7 @@ def list_agents(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Show on which partitions, offsets and workers each agent is active, and its lag."""
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         rows = agent_rows(opened)
     if json:
         for row in rows:

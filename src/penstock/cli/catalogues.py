@@ -22,6 +22,7 @@ from penstock.cli.options import (
     log_exists,
     log_url,
     open_named,
+    open_to_read,
 )
 from penstock.cli.output import confirm, count, say, say_json
 from penstock.log import log_path
@@ -49,7 +50,7 @@ def list_namespaces(
     log_option: LogOptionsOption = None,
 ) -> None:
     """List the namespaces of the log."""
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         for name in opened.namespaces():
             if json:
                 say_json({"namespace": name})

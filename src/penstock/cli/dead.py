@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from penstock.cli.formats import as_json
-from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_named
+from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_to_read
 from penstock.cli.output import note, progress_bar, say, say_json, table
 from penstock.cli.reading import (
     LAST_MAX,
@@ -43,7 +43,6 @@ from penstock.log.read import ReadOptions, Span, span_of
 from penstock.records.event import Event, JsonValue
 
 LAST = 50
-ERROR_CHARS = 100
 HISTORY_MAX = 20
 REPLAYED_HEADER = "replayof"
 """The header of an event that was a dead letter: the place of that letter."""
@@ -129,7 +128,7 @@ def register(app: typer.Typer) -> None:
 def complete_letters(context: typer.Context, incomplete: str) -> list[str]:
     """Names of streams of dead letters for the shell."""
     try:
-        with open_named(context, context.params.get("log")) as log:
+        with open_to_read(context, context.params.get("log")) as log:
             names = [str(stream.name) for stream in letter_streams(log)]
     except Exception:
         return []
@@ -227,7 +226,7 @@ def list_letters(  # noqa: PLR0913  one parameter per option
     wanted = Wanted(agent, error, key, open_)
     stretch = Stretch.parse(start, until)
     most = last or (None if start else LAST)
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         found = [find_letters(opened, stream)] if stream else letter_streams(opened)
         with progress_bar("reading", "") as report:
             rows = [
@@ -241,7 +240,7 @@ def list_letters(  # noqa: PLR0913  one parameter per option
         for row in rows:
             say_json(row)
     elif rows:
-        _show(rows, with_stream=stream is None)
+        _show(rows, with_stream=len({str(row["letters"]) for row in rows}) > 1)
     if not rows:
         note(f"there are no {'' if wanted.is_any else 'such '}dead letters")
     elif left_out or (last is None and len(rows) == most):
@@ -295,16 +294,14 @@ def _iso(time: dt.datetime) -> str:
 
 def _show(rows: list[dict[str, JsonValue]], *, with_stream: bool) -> None:
     own = ["letters"] if with_stream else []
-    columns = [*own, "place", "time", "of", "key", "tries", "error", "sent again"]
-    made = []
+    columns = [*own, "place", "time", "of", "key", "sent", "error"]
+    made: list[list[object]] = []
     for row in rows:
-        error = textwrap.shorten(str(row["error"]), ERROR_CHARS, placeholder=" …")
-        of = row["agent"] or row["of"]
-        again = "" if row["sent_into"] is None else f"into {row['sent_into']}"
         time = str(row["time"])[:19].replace("T", " ")
-        begin = [row["letters"]] if with_stream else []
-        made.append([*begin, row["place"], time, of, row["key"], row["tries"], error, again])
-    table(columns, made)
+        is_sent = row["sent_into"] is not None
+        rest = [row["place"], time, row["agent"] or row["of"], row["key"], is_sent, row["error"]]
+        made.append([*(row[name] for name in own), *rest])
+    table(columns, made, cut="error")
 
 
 @dead.command(
@@ -322,7 +319,7 @@ def show_letter(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Show everything about a dead letter: data, reason, where it came from, what became of it."""
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         found = find_letters(opened, stream)
         letter = letter_at(opened, found, place)
         origin = find_origin(opened, letter.event.data)
@@ -350,7 +347,6 @@ def _show_one(row: dict[str, JsonValue], history: list[dict[str, JsonValue]]) ->
         came += ", and is not there any more" if row["origin"] == "gone" else ""
     again = "no" if row["sent_into"] is None else f"yes, into {row['sent_into']}"
     facts = [
-        ("letter", f"{row['letters']} {row['place']}"),
         ("written", str(row["time"])),
         ("by", " ".join(filter(None, [str(row["of"]), str(row["agent"] or "")]))),
         ("tries", row["tries"]),
@@ -360,7 +356,8 @@ def _show_one(row: dict[str, JsonValue], history: list[dict[str, JsonValue]]) ->
         ("sent again", again),
         ("error", row["error"]),
     ]
-    table(("", ""), [fact for fact in facts if fact[1] is not None])
+    letter = f"{row['letters']} {row['place']}"
+    table(("letter", letter), [fact for fact in facts if fact[1] is not None])
     if row["traceback"]:
         say("\ntraceback\n" + textwrap.indent(str(row["traceback"]).rstrip(), "  "))
     data = row["data"]
@@ -368,7 +365,8 @@ def _show_one(row: dict[str, JsonValue], history: list[dict[str, JsonValue]]) ->
     say("\ndata\n" + textwrap.indent(shown, "  "))
     if len(history) > 1:
         say("\nhistory")
-        table(("letter", "time", "error"), [[h["letter"], h["time"], h["error"]] for h in history])
+        columns = ("letter", "time", "error")
+        table(columns, [[one[name] for name in columns] for one in history], cut="error")
 
 
 def find_origin(log: Log, letter: DeadLetter) -> Event[object] | None:

@@ -8,13 +8,28 @@ from typing import Any
 import typer
 
 _VALUES = {"int": "N", "float": "N", "str": "TEXT"}
+PANELS = {
+    "Events": ("pub", "read", "dead"),
+    "Streams and tables": ("stream", "table", "namespace", "apply"),
+    "Apps": ("run", "reset", "agent"),
+    "Connectors": ("listen", "connect", "connector", "outbox"),
+    "Care": ("verify", "backup", "doctor", "cluster"),
+}
+"""How `penstock --help` groups the commands."""
 Command = Any
 """Typer's commands and parameters have no public types."""
 
 
 def build(app: typer.Typer) -> Command:
     """The program's commands, with a help that reads like a manual and not like a signature."""
-    command = typer.main.get_command(app)
+    command: Command = typer.main.get_command(app)
+    commands = command.commands
+    command.commands = {
+        name: commands.pop(name) for names in PANELS.values() for name in names if name in commands
+    } | commands
+    for panel, names in PANELS.items():
+        for name in names:
+            command.commands[name].rich_help_panel = panel
     for _, one in walk(command, "penstock"):
         _arrange(one)
     return command

@@ -108,6 +108,27 @@ def open_named(
     return open_log(log_url(context, log), create=create, **parse_options(options or []))
 
 
+def open_to_read(
+    context: typer.Context,
+    log: str | None,
+    options: list[str] | None = None,
+    *,
+    read_only: bool = False,
+) -> Log:
+    """The log that is named, for a command that writes nothing.
+
+    It is opened read-only if it is to be, or if its file or directory cannot be written.
+    """
+    url, given = log_url(context, log), parse_options(options or [])
+    if is_path(url) and (read_only or not _is_writable(log_path(url))):
+        given.setdefault("read_only", True)
+    return open_log(url, create=False, **given)
+
+
+def _is_writable(path: Path) -> bool:
+    return not path.exists() or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK))
+
+
 def log_url(context: typer.Context, log: str | None) -> str:
     """Which log: said with the command, before it, in the environment, or none of these."""
     earlier = context.find_object(Settings)
@@ -191,7 +212,7 @@ def parse_size(text: str, option: str) -> int:
 def complete_stream(context: typer.Context, incomplete: str) -> list[str]:
     """Names of streams for the shell; nothing where the log cannot be opened."""
     try:
-        with open_named(context, context.params.get("log")) as log:
+        with open_to_read(context, context.params.get("log")) as log:
             names = [str(stream.name) for stream in log.streams()]
     except Exception:
         return []

@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -26,6 +27,8 @@ from penstock.log.api import Progress as Report
 
 PIPE_COLUMNS = 200
 """How wide a table is where nobody can say."""
+
+CUT_COLUMNS_MIN = 20
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -78,30 +81,45 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Rows for people; wide where the terminal is. Numbers stand to the right."""
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, cut: str | None = None
+) -> None:
+    """Rows for people; wide where the terminal is. Numbers stand to the right.
+
+    The column `cut` is shortened, so that a row is one line if there is any room for it.
+    """
+    shown = [[_cell(cell) for cell in row] for row in rows]
+    console = Console(
+        file=sys.stdout, highlight=False, markup=False,
+        width=None if sys.stdout.isatty() else PIPE_COLUMNS,
+    )  # fmt: skip
+    if cut is not None:
+        _cut(list(columns), shown, columns.index(cut), console.width)
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         held = [row[index] for row in rows if row[index] is not None]
         numbers = held and all(type(cell) in (int, float) for cell in held)
         justify: Literal["left", "right"] = "right" if numbers else "left"
         grid.add_column(name, overflow="fold", no_wrap=False, justify=justify)
-    for row in rows:
-        grid.add_row(*(_cell(cell) for cell in row))
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    for line in shown:
+        grid.add_row(*line)
     with writing():
-        Console(file=sys.stdout, highlight=False, width=width, markup=False).print(grid)
+        console.print(grid)
+
+
+def _cut(columns: list[str], rows: list[list[str]], index: int, width: int) -> None:
+    """Shorten the cells of a column to what the others leave of the width."""
+    widest = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+    room = max(CUT_COLUMNS_MIN, width - 2 * (len(columns) - 1) - sum(widest) + widest[index])
+    for row in rows:
+        text = " ".join(row[index].split())
+        row[index] = text if cell_len(text) <= room else set_cell_size(text, room - 1) + "…"
 
 
 def _cell(value: object) -> str:
-    match value:
-        case None:
-            return ""
-        case bool():
-            return "yes" if value else ""
-        case int():
-            return f"{value:,}"
-    return str(value)
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return "" if value is None else str(value)
 
 
 def confirm(question: str, refusal: str, *, yes: bool) -> None:
@@ -120,7 +138,10 @@ def confirm(question: str, refusal: str, *, yes: bool) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str, unit: str, *, shown: bool = True) -> Iterator[Report]:
-    """A progress bar on a terminal; elsewhere nothing. A total of 0 is one that is not known."""
+    """A progress bar on a terminal; elsewhere nothing. A total of 0 is one that is not known.
+
+    Without a unit only the share is shown: offsets, say, are not to be taken for counts.
+    """
     if not shown or not stderr.is_terminal:
         yield lambda done, total: None
         return
@@ -131,7 +152,8 @@ def progress_bar(what: str, unit: str, *, shown: bool = True) -> Iterator[Report
         TextColumn("{task.fields[counted]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=stderr, transient=True) as bar:
+    # Results are written while the bar is shown, and must go where they belong.
+    with Progress(*columns, console=stderr, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task(what, total=None, counted="")
 
         def report(done: int, total: int) -> None:
@@ -142,6 +164,8 @@ def progress_bar(what: str, unit: str, *, shown: bool = True) -> Iterator[Report
 
 
 def _counted(done: int, total: int, unit: str) -> str:
+    if not unit:
+        return ""
     if unit == "bytes":
         return f"{size_text(done)} of {size_text(total)}" if total else size_text(done)
     return f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}"

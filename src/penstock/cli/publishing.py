@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Annotated, BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple, cast
 
 import typer
 
@@ -124,9 +125,11 @@ def publish(  # noqa: PLR0913  one parameter per option
     _check_arguments(data, key, id_, delete)
     timeout_ms = parse_duration(timeout, "--timeout")
     target = Target(stream, options, events, ack, json)
-    with open_named(context, log, log_option) as opened:
+    with (
+        open_named(context, log, log_option) as opened,
+        Attempts(opened.url, timeout_ms) as attempts,
+    ):
         find_stream(opened, stream)
-        attempts = Attempts(opened.url, timeout_ms)
         if delete:
             _publish_each(opened, target, iter([[Given(Line(0, b""), None, options)]]), attempts)
         elif data != "-":
@@ -189,8 +192,8 @@ def _publish_each(
         delivery_timeout_ms=attempts.timeout_ms,
         request_timeout_ms=min(attempts.timeout_ms, REQUEST_MS_MAX),
     )
-    with attempts.speaking():
-        producer = Producer(log, options).open()
+    producer = Producer(log, options)
+    attempts.until_done(producer.open)
     with producer:
         try:
             for chunk in chunks:
@@ -198,7 +201,7 @@ def _publish_each(
                 placed = _placed(sent)
                 _show_places(placed, target)
                 if len(placed) < len(sent):
-                    raise _failure(last, chunk, sent)
+                    raise _failure(last, chunk, sent, attempts)
                 last = chunk[-1].line.number
                 duplicates += sum(place.duplicate for place in placed)
                 new += len(placed)
@@ -219,7 +222,7 @@ def _send(
     admitted = [_admit(producer, target, given) for given in chunk]
     futures = [producer.send_admitted(event) for event in admitted]
     attempts.until_sent(producer, futures)
-    return [_outcome(future, attempts) for future in futures]
+    return [_outcome(future) for future in futures]
 
 
 def _admit(producer: Producer, target: Target, given: Given) -> Admitted:
@@ -227,33 +230,43 @@ def _admit(producer: Producer, target: Target, given: Given) -> Admitted:
         return producer.admit(target.stream, given.data, given.options)
 
 
-def _outcome(future: Future[Place], attempts: Attempts) -> Place | PenstockError:
+def _outcome(future: Future[Place]) -> Place | PenstockError:
     try:
         return future.result()
     except PenstockError as error:
-        return attempts.explain(error)
+        return error
 
 
 def _failure(
-    last: int, chunk: Sequence[Given], sent: Sequence[Place | PenstockError]
+    last: int, chunk: Sequence[Given], sent: Sequence[Place | PenstockError], attempts: Attempts
 ) -> PenstockError:
     """Why not all of a chunk is published, and which lines are; `last` ends those before it."""
     numbers = [given.line.number for given in chunk]
-    errors = [one for one in sent if isinstance(one, PenstockError)]
     unknown = [isinstance(one, CommitOutcomeUnknownError) for one in sent]
     published = [isinstance(one, Place) for one in sent]
+    failed = published.index(False)
+    error = _named(chunk[failed].line, cast(PenstockError, sent[failed]), attempts)
     if not last and not any(published) and (len(chunk) == 1 or not any(unknown)):
-        return errors[0]
+        return error
     spans = list(_spans(numbers, published))
     if last and published[0]:
         spans[0] = (1, spans[0][1])
     elif last:
         spans.insert(0, (1, last))
-    told = f"{errors[0]}; published are {_in_words(spans) or 'none'}"
+    told = f"{error}; published are {_in_words(spans) or 'none'}"
     if any(unknown):
         unsure = _in_words(list(_spans(numbers, unknown)))
         return CommitOutcomeUnknownError(f"{told}; not known to be published are {unsure}")
     return PartlyPublishedError(told)
+
+
+def _named(line: Line, error: PenstockError, attempts: Attempts) -> PenstockError:
+    """The error with its line, where it is one line's own, and not the log's."""
+    if not isinstance(error, UsageError) or not line.number:
+        return attempts.explain(error)
+    named = copy.copy(error)
+    named.args = (f"line {line.number}: {error}",)
+    return named
 
 
 def _spans(numbers: Sequence[int], chosen: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -329,6 +342,7 @@ def _add_lines(
     """Put all lines into the transaction; how many there were."""
     counted = done = 0
     size = _size_of(source)
+    report(0, size)
     for chunk in chunks_of_lines(source):
         for line, data, options in _parse(log, target, chunk):
             with naming(line):

@@ -16,7 +16,7 @@ from penstock.cli.options import (
     LogOptionsOption,
     StreamArgument,
     examples,
-    open_named,
+    open_to_read,
 )
 from penstock.cli.output import flush, is_into_file, note, progress_bar
 from penstock.errors import DamagedError, LimitError, UsageError
@@ -100,7 +100,7 @@ def read(  # noqa: PLR0913  one parameter per option
         follow=follow,
         on_damage=report_damage if on_damage == "skip" else None,
     )
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         found = find_stream(opened, stream)
         span = span_of(opened, stream, options, until=end, last=last)
         if follow:

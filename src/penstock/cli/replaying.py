@@ -50,7 +50,7 @@ from penstock.log.batch import json_data
 from penstock.log.compose import EventOptions
 from penstock.log.letters import DEAD_CHARS_MAX, DeadLetter, Letter, Resend, Resender
 from penstock.log.objects import Stream
-from penstock.producer import places
+from penstock.log.partitioning import places
 
 SOURCE = "penstock-dead"
 CHUNK_LETTERS = 500
@@ -133,9 +133,9 @@ def replay_letters(  # noqa: PLR0913  one parameter per option
     with (
         open_named(context, log, log_option) as opened,
         stopping(stop, "what is on its way is committed"),
+        Attempts(opened.url, timeout_ms) as attempts,
     ):
         letters = find_letters(opened, stream)
-        attempts = Attempts(opened.url, timeout_ms)
         replay = Replay(opened, letters, into, attempts, dry_run=dry_run, json=json)
         replay.open()
         is_one = bool(places_) and places_ != ["-"] and len(places_ or ()) == 1
@@ -413,7 +413,7 @@ def _edit_in_editor(target: Stream | None, letter: DeadLetter) -> bytes:
         while True:
             try:
                 subprocess.run([*shlex.split(editor), str(path)], check=True)
-            except (OSError, subprocess.CalledProcessError) as error:
+            except (OSError, ValueError, subprocess.CalledProcessError) as error:
                 raise UsageError(f"the editor ({editor}) failed: {error}") from None
             made = path.read_bytes()
             if made == text.encode():

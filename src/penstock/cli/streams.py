@@ -18,6 +18,7 @@ from penstock.cli.options import (
     change_log,
     examples,
     open_named,
+    open_to_read,
     parse_duration,
     parse_size,
 )
@@ -96,7 +97,7 @@ def list_streams(
     log_option: LogOptionsOption = None,
 ) -> None:
     """List the streams of the log."""
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         found = [s for s in opened.streams() if all_ or s.name.namespace != SYSTEM]
         rows = [_summary(opened, stream) for stream in found]
     if json:
@@ -234,7 +235,7 @@ def describe_stream(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Show everything about a stream: record, settings, partitions and offsets."""
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         found = find_stream(opened, stream)
         offsets = opened.offsets(stream)
     if json:

@@ -18,7 +18,7 @@ from penstock.app.tables import window_key
 from penstock.app.windows import Window
 from penstock.cli.finding import find_table, tables_of
 from penstock.cli.formats import as_json, cells, fields_of, plain
-from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_named
+from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_to_read
 from penstock.cli.output import (
     is_into_file,
     note,
@@ -68,7 +68,7 @@ def register(app: typer.Typer) -> None:
 def complete_table(context: typer.Context, incomplete: str) -> list[str]:
     """Names of tables for the shell; nothing where the log cannot be opened."""
     try:
-        with open_named(context, context.params.get("log")) as log:
+        with open_to_read(context, context.params.get("log")) as log:
             names = [str(stream.name) for stream in tables_of(log)]
     except Exception:
         return []
@@ -83,7 +83,7 @@ def list_tables(
     log_option: LogOptionsOption = None,
 ) -> None:
     """List the tables of the log."""
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         rows = [_summary(stream) for stream in tables_of(opened)]
     if json:
         for row in rows:
@@ -143,7 +143,7 @@ def get_entries(  # noqa: PLR0913  one parameter per option
     if window is not None and windows:
         raise UsageError("--window names one window, --windows shows all: leave one out")
     wanted = [parse_key(key, base64_) for key in keys]
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         found = find_table(opened, name)
         if windows:
             rows = [row for key in wanted for row in _windows_of(opened, found, key)]
@@ -250,7 +250,7 @@ def page_entries(  # noqa: PLR0913  one parameter per option
         raise UsageError(f"--json is --format json: leave one out, or --format {format_}")
     wanted = parse_key(prefix, base64_)
     behind = None if after is None else parse_key(after, base64_)
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         found = find_table(opened, name)
         entries = Table[object](opened, name).starting_with(wanted, behind)
         most = None if all_ else limit

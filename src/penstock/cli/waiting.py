@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from penstock.cli.output import note
 from penstock.errors import CommitOutcomeUnknownError, DeliveryTimeoutError, PenstockError
@@ -25,7 +25,8 @@ TIMEOUT = "30s"
 class Attempts:
     """Tries again what the log may be able to do later, until `timeout_ms` have passed.
 
-    Says after two seconds that it waits, and why as soon as that is known.
+    Says after two seconds that it waits, and why as soon as that is known. A try that has begun is
+    waited for, whatever the timeout. For a `with` block.
     """
 
     def __init__(self, url: str, timeout_ms: int, tell: Callable[[str], None] = note) -> None:
@@ -34,7 +35,14 @@ class Attempts:
         self._tell = tell
         self._told: str | None = None
         self._since: float | None = None
-        self._watcher: threading.Thread | None = None
+        self._over = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="waiting", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
 
     def until_done(self, work: Callable[[], T]) -> T:
         """What `work` returns, in the end.
@@ -42,17 +50,20 @@ class Attempts:
         Raises what waiting does not help at once; what it might help, when the time is over, with
         the reason, and as an unknown outcome if it has been one.
         """
-        deadline = time.monotonic() + self.timeout_ms / 1000
+        begun = time.monotonic()
         pause_s, is_unknown = PAUSE_S, False
         while True:
             try:
-                with self.speaking():
-                    return work()
+                self._since = time.monotonic()
+                return work()
             except PenstockError as error:
                 is_unknown = is_unknown or isinstance(error, CommitOutcomeUnknownError)
-                if not error.retriable or time.monotonic() + pause_s >= deadline:
-                    raise self._given_up(error, is_unknown) from error.__cause__
+                waited_ms = (time.monotonic() - begun) * 1000
+                if not error.retriable or waited_ms + pause_s * 1000 >= self.timeout_ms:
+                    raise self._given_up(error, waited_ms, is_unknown) from error.__cause__
                 self._say_why(error)
+            finally:
+                self._since = None
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
@@ -68,19 +79,21 @@ class Attempts:
         """A producer's giving up, as the command line speaks of it."""
         cause = error.__cause__
         if isinstance(error, DeliveryTimeoutError) and isinstance(cause, PenstockError):
-            return self._given_up(cause, is_unknown=False)
+            return self._given_up(cause, self.timeout_ms, is_unknown=False)
         return error
 
-    def _given_up(self, error: PenstockError, is_unknown: bool) -> PenstockError:
+    def _given_up(self, error: PenstockError, waited_ms: float, is_unknown: bool) -> PenstockError:
         if not error.retriable and not is_unknown:
             return error
-        waited = f"gave up after {format_duration(self.timeout_ms)} (--timeout)"
+        seconds = max(1, round(max(waited_ms, self.timeout_ms) / 1000))
+        waited = f"gave up after {format_duration(seconds * 1000)} (--timeout)"
         if is_unknown and not isinstance(error, CommitOutcomeUnknownError):
             return CommitOutcomeUnknownError(
                 f"whether it was published is not known: {error}; {waited}"
             )
-        error.args = (f"{error}; {waited}",)
-        return error
+        told = copy.copy(error)
+        told.args = (f"{error}; {waited}",)
+        return told
 
     def _say_why(self, error: Exception) -> None:
         self._say(f"waiting: {error}; trying again for {format_duration(self.timeout_ms)} …")
@@ -90,22 +103,9 @@ class Attempts:
             self._told = text
             self._tell(text)
 
-    @contextlib.contextmanager
-    def speaking(self) -> Iterator[None]:
-        """Say that the log has not answered, where it takes long."""
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="waiting", daemon=True)
-            self._watcher.start()
-        self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = None
-
     def _watch(self) -> None:
-        """In a thread of its own, as long as the command runs."""
-        while True:
-            time.sleep(QUIET_S / 4)
+        """In a thread of its own."""
+        while not self._over.wait(QUIET_S / 4):
             since = self._since
             if since is not None and time.monotonic() - since > QUIET_S:
                 self._say(f"waiting for {self._url}: it has not answered yet …")

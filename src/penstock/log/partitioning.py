@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.log.api import Limits
+from penstock.log.api import Limits, Part, Placement
 from penstock.log.objects import Stream
 from penstock.records.event import (
     first_id,
@@ -40,6 +42,18 @@ def homes_of(batch: pa.RecordBatch, partitions: int) -> pa.Array:
         return pa.repeat(pa.scalar(0, pa.int32()), batch.num_rows)
     keyless = partition_of(first_id(batch).encode(), partitions)
     return partitions_of(keys_of(batch), partitions, keyless)
+
+
+def places(placement: Placement, part: Part) -> Iterator[tuple[int, int | None]]:
+    """Partition and offset of each event of a part, in its order."""
+    homes = homes_of(part.batch, placement.partitions).to_pylist()
+    dropped = set(placement.dropped)
+    offsets: dict[int, Iterator[int]] = {}
+    for partition in {p for p, _, _ in placement.ranges}:
+        ranges = [range(first, first + n) for p, first, n in placement.ranges if p == partition]
+        offsets[partition] = (offset for found in ranges for offset in found)
+    for row, partition in enumerate(homes):
+        yield partition, None if row in dropped else next(offsets[partition])
 
 
 def chunks(batch: pa.RecordBatch, limits: Limits) -> list[pa.RecordBatch]:

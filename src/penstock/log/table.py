@@ -13,7 +13,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import UsageError
+from penstock.errors import LogReadOnlyError, UsageError
 from penstock.log.api import Entry, Log, Pin
 from penstock.log.collections import Collections
 from penstock.log.objects import Stream
@@ -129,11 +129,15 @@ class Table(Generic[T]):
     ) -> Generator[tuple[bytes, T], None, None]:
         """The entries whose keys begin so, in order of key bytes, all of one moment.
 
-        Close the iterator if you stop early. Raises `PinExpiredError` if it takes hours.
+        Where the log is read-only, each page is of a moment of its own. Close the iterator if you
+        stop early. Raises `PinExpiredError` if it takes hours.
         """
         wanted, begin = cast(bytes, key_bytes(prefix)), key_bytes(after) or b""
         rows = min(PAGE_ROWS, self._log.limits.page_rows_max)
-        pin = self._log.pin(PREFIX_PIN_S)
+        try:
+            pin: Pin | None = self._log.pin(PREFIX_PIN_S)
+        except LogReadOnlyError:
+            pin = None
         try:
             if begin < wanted:
                 entries = [e for e in self._log.get(self._name, [wanted], pin) if e is not None]
@@ -146,7 +150,8 @@ class Table(Generic[T]):
                     yield entry.key, self._value(entry)
                 begin = entries[-1].key
         finally:
-            self._log.unpin(pin)
+            if pin is not None:
+                self._log.unpin(pin)
 
     def _value(self, entry: Entry) -> T:
         if self._unpack is None:
