@@ -7,12 +7,13 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from penstock.cli import main
 
 Done = subprocess.CompletedProcess[str]
 Run = Callable[..., Done]
+_STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PROGRAM = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())"]
 
 
@@ -83,7 +85,7 @@ def data(done: Done) -> list[object]:
 
 
 class Screen(NamedTuple):
-    """What was seen on a terminal, and what went to standard output, if that was elsewhere."""
+    """How the program ended, and what was seen on the terminal, without its colours."""
 
     code: int
     text: str
@@ -91,15 +93,15 @@ class Screen(NamedTuple):
 
 def on_terminal(
     folder: Path, *arguments: str, typed: str = "", output: Path | None = None, columns: int = 80,
-    **extra: str,
+    program: Sequence[str] = PROGRAM, **extra: str,
 ) -> Screen:  # fmt: skip
     """Call the program at a terminal; standard output may go into a file instead."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, columns))
     with contextlib.ExitStack() as stack:
         stdout = theirs if output is None else stack.enter_context(output.open("wb"))
-        program = subprocess.Popen(
-            [*PROGRAM, *arguments], cwd=folder, stdin=theirs, stderr=theirs, stdout=stdout,
+        process = subprocess.Popen(
+            [*program, *arguments], cwd=folder, stdin=theirs, stderr=theirs, stdout=stdout,
             env=environment(TERM="xterm", **extra),
         )  # fmt: skip
         os.close(theirs)
@@ -113,5 +115,5 @@ def on_terminal(
                 break
             seen += more
         os.close(ours)
-        code = program.wait(60)
-    return Screen(code, seen.decode().replace("\r\n", "\n"))
+        code = process.wait(60)
+    return Screen(code, _STYLE.sub("", seen.decode()).replace("\r\n", "\n"))

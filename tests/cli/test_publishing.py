@@ -160,15 +160,17 @@ def test_output_that_is_full_is_told_from_other_errors(run: Run, tmp_path: Path)
     assert done.stderr == "penstock: the output cannot be written: No space left on device\n"
 
 
-def test_lines_of_a_file_have_a_progress_bar_and_pipes_have_none(
-    run: Run, tmp_path: Path
-) -> None:  # fmt: skip
+def test_a_progress_bar_is_seen_and_takes_nothing_of_the_results(run: Run, tmp_path: Path) -> None:
     run("stream", "create", "s")
-    run("pub", "s", "-", stdin="".join(f'"{n}"\n' for n in range(20_000)))
-    seen = on_terminal(tmp_path, "read", "s", "--json", output=tmp_path / "out")
+    run("pub", "s", "-", stdin="".join(f'"{n}"\n' for n in range(5000)))
+    at_once = "import penstock.cli.output; penstock.cli.output.BAR_AFTER_S = 0; "
+    program = [PROGRAM[0], "-c", at_once + PROGRAM[2]]
+    seen = on_terminal(
+        tmp_path, "read", "s", "--json", output=tmp_path / "out", program=program
+    )  # fmt: skip
     assert seen.code == 0
     assert "reading" in seen.text
-    assert "%" in seen.text
+    assert "100%" in seen.text
     lines = (tmp_path / "out").read_text().splitlines()
-    assert [json.loads(line)["data"] for line in lines] == [str(n) for n in range(20_000)]
-    assert run("read", "s").stderr == ""
+    assert [json.loads(line)["data"] for line in lines] == [str(n) for n in range(5000)]
+    assert on_terminal(tmp_path, "read", "s", "-n", "1", output=tmp_path / "out").text == ""

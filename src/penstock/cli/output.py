@@ -11,6 +11,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Literal
@@ -29,6 +30,8 @@ PIPE_COLUMNS = 200
 """How wide a table is where nobody can say."""
 
 CUT_COLUMNS_MIN = 20
+BAR_AFTER_S = 1.0
+"""What is over sooner needs no progress bar."""
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -153,14 +156,20 @@ def progress_bar(what: str, unit: str, *, shown: bool = True) -> Iterator[Report
         TimeElapsedColumn(),
     )
     # Results are written while the bar is shown, and must go where they belong.
-    with Progress(*columns, console=stderr, transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task(what, total=None, counted="")
+    bar = Progress(*columns, console=stderr, transient=True, redirect_stdout=False)
+    task = bar.add_task(what, total=None, counted="")
+    begun = time.monotonic()
 
-        def report(done: int, total: int) -> None:
-            counted = _counted(done, total, unit)
-            bar.update(task, completed=done, total=total or None, counted=counted)
+    def report(done: int, total: int) -> None:
+        counted = _counted(done, total, unit)
+        bar.update(task, completed=done, total=total or None, counted=counted)
+        if time.monotonic() - begun >= BAR_AFTER_S:
+            bar.start()
 
+    try:
         yield report
+    finally:
+        bar.stop()
 
 
 def _counted(done: int, total: int, unit: str) -> str:
