@@ -13,8 +13,12 @@ import pytest
 
 from penstock import App, CreateStream, DeadLetter, Entry, Record, Transaction, declare
 from penstock import open as open_log
+from penstock.connect.listener import Listener, ListenerOptions
+from penstock.connect.source import SourceConnector
+from penstock.connect.sources.file import FileSource
 from penstock.log.letters import letter_streams
 from penstock.testing.apps import AppTest
+from penstock.testing.processes import wait_until
 from tests.cli.conftest import PROGRAM, Run, data, environment, on_terminal, rows
 
 LETTERS = 10
@@ -327,3 +331,26 @@ def test_what_is_kept_of_it_stays_small(dead: Run) -> None:
     assert {key: json.loads(value) for key, value in kept.items()} == {
         f"dead/{letters.id}/0": [[0, LETTERS - 1, "orders"]]
     }
+
+
+def test_messages_that_a_listener_refused_are_repaired(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"user": "a", "amount": 1}\n{oops\n{"user": "b"}\n')
+    run("stream", "create", "orders", "-F", "user=str", "-F", "amount=int", "--key", "user")
+    with open_log("penstock.db") as log:
+        options = ListenerOptions(routes=[("*", "orders")], on_damage="dead-letter")
+        with Listener(log, options) as listener:
+            source = FileSource("lines", tmp_path / "lines", until_end=True)
+            with SourceConnector("{}:{}".format(*listener.address), [source]) as connector:
+                wait_until(lambda: "lines" in connector.done, 30, "the end of the file")
+    found = rows(run("dead", "list", "orders", "--json"))
+    assert [(row["of"], row["data"]) for row in found] == [
+        ("connector", "{oops"), ("connector", {"user": "b"}),
+    ]  # fmt: skip
+    assert run("dead", "replay", "orders", "--all").returncode == 1
+    found[0]["data"] = {"user": "x", "amount": 2}
+    found[1]["data"]["amount"] = 3  # type: ignore[index]
+    lines = "".join(json.dumps(row) + "\n" for row in found)
+    assert run("dead", "replay", "orders", "-", stdin=lines).stdout.startswith("sent 2 letters")
+    events = rows(run("read", "orders", "--json"))
+    assert [event["data"]["amount"] for event in events] == [1, 2, 3]  # type: ignore[index]
+    assert [event["id"] for event in events[1:]] == [row["id"] for row in found]

@@ -22,7 +22,7 @@ from penstock.errors import (
 from penstock.log.changes import Resolved, must_exist, resolve, resolve_new
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.view import View
-from penstock.log.names import DEFAULT, SYSTEM, StreamName, parse_stream
+from penstock.log.names import DEFAULT, SYSTEM, StreamName, guess, parse_stream
 from penstock.log.objects import (
     Change,
     CreateNamespace,
@@ -266,7 +266,7 @@ class Draft:
         if topic not in there:
             raise UnknownObjectError(
                 f"there is no topic {topic} to be the stream {name}: a stream's topic is called "
-                "NAMESPACE.NAME"
+                f"NAMESPACE.NAME. {guess(topic, there)}".rstrip()
             )
         if spec.partitions not in (None, there[topic]):
             raise UsageError(
