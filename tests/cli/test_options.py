@@ -130,7 +130,7 @@ def test_every_command_is_in_a_panel_of_the_help() -> None:
 @pytest.mark.parametrize("path", commands())
 def test_help_shows_no_types_of_python(run: Run, path: str) -> None:
     shown = run(*path.split()[1:], "--help").stdout
-    assert re.findall(r"<(?:bool|str|int|float|list|path)\b[^>]*>", shown) == []
+    assert re.findall(r"<(?:bool|str|int|float|list|path)\b[^>]*>|\bBOOL\b", shown) == []
     assert "{" not in shown.partition("Usage:")[2].partition("\n")[0]
 
 

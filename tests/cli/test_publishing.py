@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import secrets
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ def test_a_failure_after_lines_were_published_does_not_say_that_nothing_was(
     assert [row["n"] for row in data(run("read", "s", "--json"))] == [0, 1, 2]  # type: ignore[index]
 
 
+@pytest.mark.timeout(60)  # not the two minutes of a producer
 def test_a_full_disk_is_told_and_waited_for_in_bounded_time(disk: FaultyVfs, run: Run) -> None:
     run("stream", "create", "s")
     disk.faults = [Fault("write", "full", lasting=True)]
@@ -75,6 +77,10 @@ def test_a_full_disk_is_told_and_waited_for_in_bounded_time(disk: FaultyVfs, run
         assert (done.returncode, done.stdout, told["code"]) == (1, "", "log_full")
         assert "is full" in told["message"]
         assert told["message"].endswith("gave up after 1 second (--timeout)")
+    disk.faults = [Fault("write", "full", at=40, lasting=True)]  # when the producer is open
+    done = run("pub", "s", json.dumps(secrets.token_hex(400_000)), *at)
+    assert done.returncode == 1
+    assert done.stderr.endswith("gave up after 1 second (--timeout)\n")
     disk.faults = []
     assert data(run("read", "s", "--json")) == []
 
@@ -162,7 +168,8 @@ def test_output_that_is_full_is_told_from_other_errors(run: Run, tmp_path: Path)
 
 def test_a_progress_bar_is_seen_and_takes_nothing_of_the_results(run: Run, tmp_path: Path) -> None:
     run("stream", "create", "s")
-    run("pub", "s", "-", stdin="".join(f'"{n}"\n' for n in range(5000)))
+    for start in range(0, 3000, 1000):  # three batches: it is there before all is written
+        run("pub", "s", "-", stdin="".join(f'"{n}"\n' for n in range(start, start + 1000)))
     at_once = "import penstock.cli.output; penstock.cli.output.BAR_AFTER_S = 0; "
     program = [PROGRAM[0], "-c", at_once + PROGRAM[2]]
     seen = on_terminal(
@@ -172,5 +179,5 @@ def test_a_progress_bar_is_seen_and_takes_nothing_of_the_results(run: Run, tmp_p
     assert "reading" in seen.text
     assert "100%" in seen.text
     lines = (tmp_path / "out").read_text().splitlines()
-    assert [json.loads(line)["data"] for line in lines] == [str(n) for n in range(5000)]
+    assert [json.loads(line)["data"] for line in lines] == [str(n) for n in range(3000)]
     assert on_terminal(tmp_path, "read", "s", "-n", "1", output=tmp_path / "out").text == ""
