@@ -34,7 +34,7 @@ from penstock.log.commit import next_sequence
 from penstock.log.compose import Composer, EventOptions, Outgoing
 from penstock.log.fate import Fate, fate_of
 from penstock.log.objects import Acks, Stream
-from penstock.log.partitioning import homes_of
+from penstock.log.partitioning import places
 from penstock.records.event import Key
 
 STREAM_KEPT_S = 1.0
@@ -491,15 +491,3 @@ def _resolve(
     for sent, (partition, offset) in zip(sents, places(placement, part), strict=True):
         assert sent.event is not None  # noqa: S101  a sent without a part has an event
         sent.future.set_result(Place(partition, offset, sent.event.id))  # type: ignore[arg-type]
-
-
-def places(placement: Placement, part: Part) -> Iterator[tuple[int, int | None]]:
-    """Partition and offset of each event of a part, in its order."""
-    homes = homes_of(part.batch, placement.partitions).to_pylist()
-    dropped = set(placement.dropped)
-    offsets: dict[int, Iterator[int]] = {}
-    for partition in {p for p, _, _ in placement.ranges}:
-        ranges = [range(first, first + n) for p, first, n in placement.ranges if p == partition]
-        offsets[partition] = (offset for found in ranges for offset in found)
-    for row, partition in enumerate(homes):
-        yield partition, None if row in dropped else next(offsets[partition])

@@ -23,7 +23,7 @@ from penstock.log.merge import Read, in_commit_order
 from penstock.log.read import read_past
 from penstock.records.event import from_microseconds
 
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[1]) + os.sep
 #: what a batch's tasks stage need not be on the disk before its commit is, which syncs it too
 STAGED = CommitOptions(acks="write")
 
