@@ -153,7 +153,13 @@ def _of_slot(item: Batch, whole: pa.RecordBatch, split: Split) -> pa.RecordBatch
 
 
 def _envelope(source: str, item: Batch, data: pa.RecordBatch, output: Stream) -> pa.RecordBatch:
-    """Data columns with an id that follows from the input's, and what else it had to itself."""
+    """Data columns with an id that follows from the input's, and what else it had to itself.
+
+    A newer version of the app may have given the input fields that the output lacks.
+    """
+    if output.record is not None:
+        known = {field.name for field in output.record.fields}
+        data = data.select([name for name in data.schema.names if name in known])
     ids = [derived_id(source, id_, 0) for id_ in item.ids().to_pylist()]
     made = data.append_column(pa.field("_id", pa.string()), pa.array(ids, pa.string()))
     kept = ["_headers"]

@@ -61,6 +61,7 @@ def plan(app: App) -> Plan:
     """Check the app as a whole. Raises `AppError` naming file and line of what is wrong."""
     definitions = list(app.definitions.values())
     _check_writers(definitions)
+    _check_timers(app, definitions)
     return Plan(app, tuple(_in_order(definitions)))
 
 
@@ -95,6 +96,20 @@ def _check_writers(definitions: Sequence[Definition]) -> None:
                     f"{other.name} ({other.location}) writes already: a table has one writer"
                 )
             writers[output.name] = definition
+
+
+def _check_timers(app: App, definitions: Sequence[Definition]) -> None:
+    """An agent's own table of timers must be nobody else's."""
+    for definition in definitions:
+        if not (isinstance(definition, Agent) and definition.timers and keeps_timers(definition)):
+            continue
+        name = definition.timers.name
+        other = app.streams.get(name) or app.tables.get(name)
+        if other is not None:
+            raise AppError(
+                f"{other.location}: {name} is where agent {definition.name} "
+                f"({definition.location}) keeps its timers: choose another name"
+            )
 
 
 def _in_order(definitions: Sequence[Definition]) -> list[Definition]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.app.agents import EXPIRY
 from penstock.app.task import Range, Split
+from penstock.app.timers import EXPIRY
 from penstock.log.objects import Stream
 from penstock.records.event import partition_of
 

@@ -125,6 +125,11 @@ class Batch:
         return int(self._kept.get_total_buffer_size())
 
     @property
+    def nbytes(self) -> int:
+        """The size of its own events."""
+        return int(self._kept.nbytes)
+
+    @property
     def next_offset(self) -> int:
         """Where reading goes on."""
         if self._offsets is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
@@ -285,7 +286,10 @@ class Shape:
 
     def _prune(self, result: DataFrame, sample: Mapping[str, DataFrame]) -> None:
         """Leave out columns that nobody asks for: making and moving them is most of the cost."""
-        plan = result._jdf.queryExecution().optimizedPlan()
+        try:
+            plan = result._jdf.queryExecution().optimizedPlan()
+        except AnalysisException:
+            return  # it has an operator that only streams can have: nothing is known of columns
         nodes = _nodes(plan)
         used = {_expression_id(a) for a in _items(plan.output())}
         for node in nodes:
