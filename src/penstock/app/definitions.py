@@ -153,6 +153,14 @@ class Feed(Definition):
     begun: list[bool] = field(default_factory=list, repr=False)
 
 
+def mixes_keys(definition: Definition) -> bool:
+    """Whether what is made of events of several partitions may have one key, so that their order
+    must be that of all of them."""
+    if isinstance(definition, Rekey):
+        return definition.inputs[0].key != definition.outputs[0].key
+    return isinstance(definition, Derivation)
+
+
 def keeps_timers(definition: Definition) -> bool:
     """Whether an agent needs its table of timers: for timers, or for windows that expire."""
     if not isinstance(definition, Agent):

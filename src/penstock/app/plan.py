@@ -17,6 +17,7 @@ from penstock.app.definitions import (
     Sinking,
     StreamJoin,
     keeps_timers,
+    mixes_keys,
 )
 from penstock.app.tables import AppTable
 from penstock.errors import AppError, UnknownObjectError
@@ -78,7 +79,7 @@ def can_share(one: Definition, other: Definition) -> bool:
     alone = (one, other)
     if any(isinstance(d, Agent) and (d.manual_ack or keeps_timers(d)) for d in alone):
         return False
-    if any(isinstance(d, Sinking) for d in alone):
+    if any(isinstance(d, Sinking) for d in alone) or mixes_keys(one) != mixes_keys(other):
         return False
     return kind_of(one) == kind_of(other) == "tasks" and [p.name for p in one.inputs] == [
         p.name for p in other.inputs

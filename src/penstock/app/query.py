@@ -21,6 +21,7 @@ from penstock.app.definitions import (
     TableJoin,
     expires_by_events,
     keeps_timers,
+    mixes_keys,
 )
 from penstock.app.pace import Pace
 from penstock.app.positions import (
@@ -29,7 +30,7 @@ from penstock.app.positions import (
     query_name,
     saved_position,
 )
-from penstock.app.splits import free_splits, keyed_splits, merged
+from penstock.app.splits import free_splits, keyed_splits, merged, ordered_splits
 from penstock.app.step import Step, commit_batch, failed, told
 from penstock.app.streams import AppStream
 from penstock.app.tables import AppTable
@@ -370,6 +371,8 @@ class Query:
         """How the batch is cut into tasks."""
         if self._is_keyed:
             return keyed_splits(ranges, streams, self._limits.tasks, timers, again)
+        if mixes_keys(self.definitions[0]) and ranges:
+            return ordered_splits(self._log, ranges, self._limits.tasks)
         return free_splits(ranges)
 
     def _settle(self, order: BatchOrder, outcomes: Sequence[Outcome]) -> None:

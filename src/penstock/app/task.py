@@ -41,13 +41,15 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     """What one task reads: ranges, and of them only the keys of one slot out of `slots`.
 
     `again` are offsets that were delivered before and not acknowledged; `timers` the keys
-    whose timers are due, with when.
+    whose timers are due, with when. Ranges are read in the order of commits, unless `as_stored`:
+    then one after the other, and whoever handles them puts them in order.
     """
 
     number: int
     ranges: tuple[Range, ...]
     slot: int = 0
     slots: int = 1
+    as_stored: bool = False
     again: tuple[Range, ...] = ()
     timers: tuple[tuple[bytes, int], ...] = ()
 
@@ -206,8 +208,9 @@ def read_split(log: Log, batch: BatchOrder, split: Split) -> Inputs:
         n: (range_.start, _reader(log, batch, range_, damaged))
         for n, range_ in enumerate(split.ranges)
     }
+    one_by_one = (item for start, read in readers.values() for item in read(start))
     size = 0
-    for item in in_commit_order(readers):
+    for item in one_by_one if split.as_stored else in_commit_order(readers):
         found.append(item)
         size += item.nbytes
         if batch.bytes_max and size > batch.bytes_max and sum(map(len, found)) > 1:

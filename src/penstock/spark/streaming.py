@@ -38,13 +38,13 @@ from penstock.log.api import Holder, Log
 from penstock.spark.columns import stream_columns
 from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
 from penstock.spark.frames import (
-    Shape,
     collect_staged,
     ordered,
     read_stream,
     stage_frame,
     with_absent,
 )
+from penstock.spark.shape import Shape
 from penstock.spark.source import PenstockSource
 
 MARKER = "penstock.json"
