@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyspark
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.types import StructType
 
-from penstock import App, AppStream, AppTable
-from penstock.errors import AppError, PlanChangedError
-from penstock.spark.failures import user_failure
+import penstock
+from penstock import App, AppStream, AppTable, CreateStream, DropStream, Producer, declare
+from penstock import open as open_log
+from penstock.errors import AppError, PlanChangedError, UnknownObjectError
+from penstock.spark.failures import user_failure, worker_traceback
+from penstock.spark.options import parse
+from penstock.spark.source import StreamReader
 from penstock.spark.streaming import StatefulQuery
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
@@ -332,3 +341,73 @@ def test_a_failure_of_spark_is_told_by_its_cause() -> None:
     }
     for text, expected in told.items():
         assert user_failure("total", RuntimeError(text)).error == expected
+
+
+def test_frames_of_users_are_kept_whatever_their_folders_are_called() -> None:
+    ours = [Path(str(module.__file__)).parent for module in (penstock, pyspark)]
+    files = {
+        f"{ours[0]}/app/task.py": False,
+        f"{ours[1]}/worker.py": False,
+        "/opt/env/lib/python3.11/site-packages/penstock/app/task.py": False,
+        "/var/spark/work/shop.zip/penstock/app/task.py": False,
+        "/opt/spark/python/lib/pyspark.zip/pyspark/worker.py": False,
+        "/home/ada/penstock/shop.py": True,
+        "/home/ada/pyspark/penstock/apps/shop.py": True,
+    }
+    lines = ["Traceback (most recent call last):"]
+    for file in files:
+        lines += [f'  File "{file}", line 1, in f', f"    of {file}"]
+    trace = worker_traceback("\n".join([*lines, "ValueError: no"]))
+    assert trace is not None
+    assert {file: f'"{file}"' in trace for file in files} == files
+    assert trace.endswith("ValueError: no")
+
+
+def test_a_worker_that_dies_is_told_in_words(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.agent(shop.orders)
+    def die(order: Order) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with AppTest(shop.app, tmp_path, spark, tries_max=1) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        told = str(run.until_failed())
+    assert "a worker process of Spark died: it was killed, or ran out of memory" in told
+    assert "An error occurred while calling" not in told.splitlines()[0]
+
+
+def test_a_stream_that_is_made_anew_under_a_query_with_state(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark, tries_max=2) as run:
+        for n in range(5):
+            run.send(shop.orders, Order("a", "tea", n, at(n)))
+        run.until_idle()
+        spec = run.log.stream("orders").spec
+        run.log.apply([DropStream("orders"), CreateStream(spec)])
+        run._producer._streams.clear()
+        run.send(shop.orders, Order("a", "tea", 100, at(9)))
+        told = str(run.until_failed())
+    assert "orders was emptied or made anew" in told
+    assert "penstock reset APP total" in told
+
+
+def test_a_plain_query_hears_of_a_stream_that_was_made_anew(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with open_log(tmp_path / "log.db") as log:
+        log.apply([CreateStream(declare("s", Order, key="user"))])
+        with Producer(log) as producer:
+            for n in range(10):
+                producer.send("s", Order("a", "tea", n, at(n)))
+        reader = StreamReader(parse({"log": log.url, "path": "s"}), StructType())
+        assert reader.latestOffset({"0": 0}, ReadAllAvailable()) == {"0": 10}
+        log.apply([DropStream("s"), CreateStream(declare("s", Order, key="user"))])
+        with pytest.raises(UnknownObjectError, match="dropped and created anew"):
+            reader.latestOffset({"0": 10}, ReadAllAvailable())
+        again = StreamReader(parse({"log": log.url, "path": "s"}), StructType())
+        with pytest.raises(UnknownObjectError, match="dropped and created anew"):
+            again.latestOffset({"0": 10}, ReadAllAvailable())

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from penstock.app.definitions import Listening
-from penstock.app.query import Step
+from penstock.app.step import Step
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.log.api import Log
 

@@ -125,6 +125,11 @@ class Batch:
         return int(self._kept.get_total_buffer_size())
 
     @property
+    def nbytes(self) -> int:
+        """The size of its own events."""
+        return int(self._kept.nbytes)
+
+    @property
     def next_offset(self) -> int:
         """Where reading goes on."""
         if self._offsets is not None:
@@ -149,6 +154,13 @@ class Batch:
     def commit_of(self, offset: int) -> Run:
         """The commit that holds the event at `offset`."""
         return self.runs[bisect_right(self.runs, offset, key=lambda run: run.offset) - 1]
+
+    def commits(self) -> pa.Array:
+        """The commit of each event."""
+        ends = [run.offset - self.first_offset for run in self.runs[1:]] + [len(self)]
+        numbers = pa.array([run.commit for run in self.runs], pa.int64())
+        encoded = pa.RunEndEncodedArray.from_arrays(pa.array(ends, pa.int32()), numbers)
+        return pc.run_end_decode(encoded)
 
     def sliced(self, start: int, end: int) -> Batch:
         """The events with offsets in [start, end), without copying."""
@@ -308,6 +320,42 @@ def _times_fit(stored: pa.RecordBatch, record: Schema | None) -> bool:
     except RecordError:
         return False
     return True
+
+
+def unified(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """The batches with the columns of all of them; one that lacks a column has nulls there."""
+    fields: dict[str, pa.Field] = {}
+    for batch in batches:
+        for field in batch.schema:
+            fields[field.name] = field.with_nullable(True)
+    schema = pa.schema(fields.values(), batches[0].schema.metadata)
+    return [
+        pa.RecordBatch.from_arrays(
+            [
+                batch.column(name)
+                if name in batch.schema.names
+                else pa.repeat(pa.scalar(False), batch.num_rows)
+                if name == DELETED
+                else pa.nulls(batch.num_rows, field.type)
+                for name, field in fields.items()
+            ],
+            schema=schema,
+        )
+        for batch in batches
+    ]
+
+
+def in_order_of_commit(batches: Sequence[Batch], made: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    """What was made of each batch as one, its rows in the order of their commits.
+
+    Within a commit they stay as they are given; where commits have no order, all of them do.
+    """
+    alike = all(batch.schema.equals(made[0].schema) for batch in made)
+    whole = pa.concat_batches(made if alike else unified(made))
+    if len(batches) < 2 or not batches[0].commit:
+        return whole
+    numbers = pa.concat_arrays([batch.commits() for batch in batches])
+    return whole.take(pc.sort_indices(numbers))
 
 
 def _as_field(fields: dict[str, pa.Field], name: str, array: pa.Array) -> pa.Field:

@@ -44,18 +44,6 @@ def homes_of(batch: pa.RecordBatch, partitions: int) -> pa.Array:
     return partitions_of(keys_of(batch), partitions, keyless)
 
 
-def places(placement: Placement, part: Part) -> Iterator[tuple[int, int | None]]:
-    """Partition and offset of each event of a part, in its order."""
-    homes = homes_of(part.batch, placement.partitions).to_pylist()
-    dropped = set(placement.dropped)
-    offsets: dict[int, Iterator[int]] = {}
-    for partition in {p for p, _, _ in placement.ranges}:
-        ranges = [range(first, first + n) for p, first, n in placement.ranges if p == partition]
-        offsets[partition] = (offset for found in ranges for offset in found)
-    for row, partition in enumerate(homes):
-        yield partition, None if row in dropped else next(offsets[partition])
-
-
 def chunks(batch: pa.RecordBatch, limits: Limits) -> list[pa.RecordBatch]:
     """A batch cut so that no stored one exceeds the limits of rows and bytes."""
     rows = batch.num_rows
@@ -75,3 +63,15 @@ def widen(ranges: list[tuple[int, int, int]], partition: int, first: int, rows: 
         ranges[-1] = (partition, ranges[-1][1], ranges[-1][2] + rows)
     else:
         ranges.append((partition, first, rows))
+
+
+def places(placement: Placement, part: Part) -> Iterator[tuple[int, int | None]]:
+    """Partition and offset of each event of a part, in its order."""
+    homes = homes_of(part.batch, placement.partitions).to_pylist()
+    dropped = set(placement.dropped)
+    offsets: dict[int, Iterator[int]] = {}
+    for partition in {p for p, _, _ in placement.ranges}:
+        ranges = [range(first, first + n) for p, first, n in placement.ranges if p == partition]
+        offsets[partition] = (offset for found in ranges for offset in found)
+    for row, partition in enumerate(homes):
+        yield partition, None if row in dropped else next(offsets[partition])
