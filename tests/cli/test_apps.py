@@ -25,6 +25,7 @@ from penstock.app.runner import make_streams
 from penstock.cli.apps import LINES_S, view
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
+from tests.cli.conftest import Run
 
 SHOP = """
 import penstock
@@ -160,7 +161,7 @@ def test_a_signal_ends_it_in_order(shop: Path) -> None:
     assert "Traceback" not in told
 
 
-def test_mistakes_are_usage_errors(shop: Path) -> None:
+def test_mistakes_are_usage_errors(shop: Path, run: Run) -> None:
     for arguments, message in (
         (["run", "nothing.py"], "there is no file nothing.py"),
         (["run", "nothing"], "there is no module nothing"),
@@ -172,7 +173,7 @@ def test_mistakes_are_usage_errors(shop: Path) -> None:
         (["run", "shop.py", "--only", "ad_up"], "did you mean add_up?"),
         (["reset", "shop.py", "count"], "did you mean counts?"),
     ):
-        done = penstock(shop, *arguments)
+        done = run(*arguments, "--log", "shop.db")
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert not (shop / "shop.db").exists()
 

@@ -440,7 +440,7 @@ def test_a_record_class_that_cannot_be_had_is_named(run: Run, tmp_path: Path) ->
 def test_bare_commands_show_their_help(run: Run) -> None:
     for arguments in ([], ["stream"], ["namespace"]):
         done = run(*arguments)
-        assert "Commands" in done.stdout
+        assert "Usage: penstock" in done.stdout
         assert "penstock: " not in done.stderr
 
 
