@@ -15,7 +15,7 @@ import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import pytest
 
@@ -24,7 +24,9 @@ from penstock.cli import main
 Done = subprocess.CompletedProcess[str]
 Run = Callable[..., Done]
 _STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-PROGRAM = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())"]
+# Ctrl-C reaches it also where tests run in the background of a shell, which has it ignored.
+_START = "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
+PROGRAM = [sys.executable, "-c", f"import signal, sys; from penstock.cli import main; {_START}"]
 
 
 @pytest.fixture
@@ -67,6 +69,43 @@ def start(tmp_path: Path) -> Run:
         )  # fmt: skip
 
     return call
+
+
+class Program:
+    """The program in a process of its own, for as long as a block."""
+
+    def __init__(self, folder: Path, *arguments: str, **extra: str) -> None:
+        self.process = subprocess.Popen(
+            [*PROGRAM, *arguments], cwd=folder, text=True, env=environment(**extra),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def write(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        """The next line of its output."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def note(self) -> str:
+        """The next line of what else it says."""
+        assert self.process.stderr is not None
+        return self.process.stderr.readline()
+
+    def end(self, rest: str = "") -> Done:
+        """What is left of its output, when it has ended."""
+        out, err = self.process.communicate(rest or None, timeout=60)
+        return Done([], self.process.returncode, out, err)
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.testing.processes import cpu_s
-from tests.cli.conftest import PROGRAM, Run, rows
+from tests.cli.conftest import PROGRAM, Program, Run, rows
 
 
 def test_the_first_steps(run: Run, tmp_path: Path) -> None:
@@ -104,19 +104,11 @@ def test_lines_are_acknowledged_in_order(run: Run) -> None:
 
 def test_an_acknowledged_line_survives_a_kill(run: Run, tmp_path: Path) -> None:
     run("stream", "create", "s")
-    program = subprocess.Popen(
-        [*PROGRAM, "pub", "s", "-", "--ack", "--json"], cwd=tmp_path, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert program.stdin is not None
-    assert program.stdout is not None
     acked = []
-    for n in range(20):
-        program.stdin.write(f"{n}\n")
-        program.stdin.flush()
-        acked.append(json.loads(program.stdout.readline()))
-    program.kill()
-    program.communicate()
+    with Program(tmp_path, "pub", "s", "-", "--ack", "--json") as program:
+        for n in range(20):
+            program.write(str(n))
+            acked.append(json.loads(program.line()))
     events = rows(run("read", "s", "--json"))
     assert [e["data"] for e in events][:20] == list(range(20))
     assert [e["id"] for e in events][:20] == [a["id"] for a in acked]
@@ -177,33 +169,24 @@ def test_reading_from_places(run: Run) -> None:
 def test_following_prints_new_events_and_stops_on_interrupt(run: Run, tmp_path: Path) -> None:
     run("stream", "create", "s")
     run("pub", "s", "0")
-    program = subprocess.Popen(
-        [*PROGRAM, "read", "s", "--follow", "--json"], cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert program.stdout is not None
-    assert json.loads(program.stdout.readline())["data"] == 0
-    for n in (1, 2):
-        run("pub", "s", str(n))
-        assert json.loads(program.stdout.readline())["data"] == n
-    program.send_signal(signal.SIGINT)
-    assert program.wait(20) == 130
-    assert program.communicate()[1] == ""
+    with Program(tmp_path, "read", "s", "--follow", "--json") as program:
+        assert json.loads(program.line())["data"] == 0
+        for n in (1, 2):
+            run("pub", "s", str(n))
+            assert json.loads(program.line())["data"] == n
+        program.process.send_signal(signal.SIGINT)
+        done = program.end()
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_an_idle_follower_uses_next_to_no_cpu(run: Run, tmp_path: Path) -> None:
     run("stream", "create", "s")
-    program = subprocess.Popen(
-        [*PROGRAM, "read", "s", "--follow"], cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
-    try:
-        time.sleep(2.0)  # it starts
-        before = cpu_s(program.pid)
+    run("pub", "s", "0")
+    with Program(tmp_path, "read", "s", "--follow") as program:
+        program.line()  # it has started
+        before = cpu_s(program.process.pid)
         time.sleep(2.0)
-        assert cpu_s(program.pid) - before < 2.0 * 0.1
-    finally:
-        program.kill()
-        program.wait()
+        assert cpu_s(program.process.pid) - before < 2.0 * 0.1
 
 
 CATALOGUE = '[streams.orders]\nkey = "user"\nretention = "9 days"\n[streams.clicks]\n'

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock import App, CreateStream, DeadLetter, Entry, Record, Transaction, declare
+from penstock import (
+    App,
+    CreateStream,
+    DeadLetter,
+    Entry,
+    Record,
+    Transaction,
+    declare,
+    read_events,
+)
 from penstock import open as open_log
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.source import SourceConnector
@@ -19,7 +28,7 @@ from penstock.connect.sources.file import FileSource
 from penstock.log.letters import letter_streams
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
-from tests.cli.conftest import PROGRAM, Run, data, environment, on_terminal, rows
+from tests.cli.conftest import PROGRAM, Program, Run, data, environment, on_terminal, rows
 
 LETTERS = 10
 
@@ -309,19 +318,14 @@ def test_killed_at_any_point_and_run_again_each_letter_is_sent_once(
 def test_one_that_was_frozen_sends_nothing_after_another_has_begun(
     dead: Run, tmp_path: Path
 ) -> None:
-    reached = tmp_path / "reached"
-    frozen = subprocess.Popen(
-        [*PROGRAM, "dead", "replay", "add_up", "--all"], cwd=tmp_path, stderr=subprocess.PIPE,
-        text=True, env=environment(
-            PENSTOCK_FAILPOINTS="commit.prepared=stop", PENSTOCK_FAILPOINT_REACHED=str(reached)
-        ),
-    )  # fmt: skip
-    os.waitpid(frozen.pid, os.WUNTRACED)
-    assert dead("dead", "replay", "add_up", "0:1").stdout.startswith("sent 1 letter")
-    frozen.send_signal(signal.SIGCONT)
-    _, told = frozen.communicate(timeout=60)
-    assert frozen.returncode == 1
-    assert "another `penstock dead replay` of add_up_dead has begun" in told
+    stopped = {"PENSTOCK_FAILPOINTS": "commit.prepared=stop"}
+    with Program(tmp_path, "dead", "replay", "add_up", "--all", **stopped) as frozen:
+        os.waitpid(frozen.process.pid, os.WUNTRACED)
+        assert dead("dead", "replay", "add_up", "0:1").stdout.startswith("sent 1 letter")
+        frozen.process.send_signal(signal.SIGCONT)
+        done = frozen.end()
+    assert done.returncode == 1
+    assert "another `penstock dead replay` of add_up_dead has begun" in done.stderr
     assert amounts(dead) == [-5]
     dead("dead", "replay", "add_up", "--all")
     assert Counter(amounts(dead)) == Counter(-n for n in range(2, 3 * LETTERS, 3))
@@ -359,3 +363,39 @@ def test_messages_that_a_listener_refused_are_repaired(run: Run, tmp_path: Path)
     events = rows(run("read", "orders", "--json"))
     assert [event["data"]["amount"] for event in events] == [1, 2, 3]  # type: ignore[index]
     assert [event["id"] for event in events[1:]] == [row["id"] for row in found]
+
+
+@pytest.mark.parametrize("content", ["json", "bytes"])
+def test_events_of_any_kind_are_sent_again_as_they_were(
+    run: Run, tmp_path: Path, content: str
+) -> None:  # fmt: skip
+    app = App("copy")
+    raw = app.stream("raw", content=content, table=True)
+
+    @app.agent(raw, on_error="dead-letter")
+    def refuse(data: object) -> None:
+        raise ValueError("never")
+
+    with AppTest(app, tmp_path, log=str(tmp_path / "penstock.db")) as test:
+        sent: list[object] = [b"\xff\x00", None] if content == "bytes" else [{"a": [1]}, None]
+        with Transaction(test.log) as tx:
+            for data_ in sent:
+                tx.send("raw", data_, key="k")
+        test.until_idle()
+    assert run("dead", "replay", "refuse", "--all").stdout.startswith("sent 2 letters")
+    with open_log("penstock.db") as log:
+        assert [event.data for event in read_events(log, "raw")] == sent * 2
+
+
+def test_a_message_that_came_after_all_is_not_sent_a_second_time(run: Run) -> None:
+    run("stream", "create", "raw", "--ids", "producer")
+    with open_log("penstock.db") as log:
+        log.apply([CreateStream(declare("raw_dead", DeadLetter))])
+        with Transaction(log) as tx:
+            tx.send("raw_dead", _letter("raw", '{"n": 1}'))
+    run("pub", "raw", '{"n": 2}', "--id", "file/1")
+    done = run("dead", "replay", "raw", "--all")
+    assert (done.stdout, "1 letter had been sent" in done.stderr) == (
+        "sent 0 letters of raw_dead again\n", True,
+    )  # fmt: skip
+    assert data(run("read", "raw", "--json")) == [{"n": 2}]

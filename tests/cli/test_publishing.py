@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import io
 import json
 import secrets
+import signal
 import subprocess
+import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +20,7 @@ import pytest
 from penstock.cli import main
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
 from penstock.testing.processes import wait_until
-from tests.cli.conftest import PROGRAM, Run, data, environment, on_terminal, rows
+from tests.cli.conftest import PROGRAM, Program, Run, data, environment, on_terminal, rows
 
 
 @pytest.fixture
@@ -47,23 +51,36 @@ def test_a_failure_after_lines_were_published_does_not_say_that_nothing_was(
     run: Run, tmp_path: Path
 ) -> None:
     run("stream", "create", "s", "-F", "n=int")
-    program = subprocess.Popen(
-        [*PROGRAM, "pub", "s", "-", "--ack", "--json"], cwd=tmp_path, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
-    )  # fmt: skip
-    assert program.stdin is not None
-    assert program.stdout is not None
-    for n in range(3):
-        program.stdin.write(f'{{"n": {n}}}\n')
-        program.stdin.flush()
-        program.stdout.readline()
-    _, told = program.communicate('{"n": "x"}\n', timeout=60)
-    error = json.loads(told)["error"]
-    assert program.returncode == 1
+    with Program(tmp_path, "pub", "s", "-", "--ack", "--json") as program:
+        for n in range(3):
+            program.write(f'{{"n": {n}}}')
+            program.line()
+        done = program.end('{"n": "x"}\n')
+    error = json.loads(done.stderr)["error"]
+    assert done.returncode == 1
     assert error["code"] == "partly_published"
     assert error["message"].startswith("line 4: S: Expected `int`, got `str`")
     assert error["message"].endswith("; published are lines 1 to 3")
     assert [row["n"] for row in data(run("read", "s", "--json"))] == [0, 1, 2]  # type: ignore[index]
+
+
+def test_an_interrupt_says_what_it_has_left(run: Run, tmp_path: Path) -> None:
+    run("stream", "create", "s")
+    with Program(tmp_path, "pub", "s", "-") as program:
+        program.write("1")
+        wait_until(lambda: has_read_all(program), 30, "the line being read")
+        program.process.send_signal(signal.SIGINT)
+        done = program.end()
+    assert (done.returncode, done.stderr) == (130, "interrupted: nothing was published\n")
+    assert data(run("read", "s", "--json")) == []
+
+
+def has_read_all(program: Program) -> bool:
+    """Whether nothing is left in the pipe to its standard input."""
+    assert program.process.stdin is not None
+    waiting = array.array("i", [0])
+    fcntl.ioctl(program.process.stdin, termios.FIONREAD, waiting)
+    return waiting[0] == 0
 
 
 @pytest.mark.timeout(60)  # not the two minutes of a producer

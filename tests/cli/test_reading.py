@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.cli.conftest import PROGRAM, Done, Run, data, environment, on_terminal, rows
+from tests.cli.conftest import PROGRAM, Done, Program, Run, data, environment, on_terminal, rows
 
 
 @pytest.fixture
@@ -43,18 +43,10 @@ def test_the_last_events_are_found_behind_many_others(run: Run) -> None:
 
 
 def test_the_last_events_and_those_that_follow(orders: Run, tmp_path: Path) -> None:
-    program = subprocess.Popen(
-        [*PROGRAM, "read", "orders", "--last", "2", "-f", "--json"], cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, env=environment(),
-    )  # fmt: skip
-    assert program.stdout is not None
-    try:
-        seen = [json.loads(program.stdout.readline())["data"]["n"] for _ in range(2)]
+    with Program(tmp_path, "read", "orders", "--last", "2", "-f", "--json") as program:
+        seen = [json.loads(program.line())["data"]["n"] for _ in range(2)]
         orders("pub", "orders", '{"user": "ada", "n": 10}')
-        seen.append(json.loads(program.stdout.readline())["data"]["n"])
-    finally:
-        program.kill()
-        program.communicate()
+        seen.append(json.loads(program.line())["data"]["n"])
     assert seen == [8, 9, 10]
 
 
@@ -85,16 +77,8 @@ def test_what_is_not_there_is_said(orders: Run) -> None:
 
 
 def test_who_waits_for_an_offset_far_off_is_told(orders: Run, tmp_path: Path) -> None:
-    program = subprocess.Popen(
-        [*PROGRAM, "read", "orders", "--from", "9999", "-f"], cwd=tmp_path, text=True,
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment(),
-    )  # fmt: skip
-    assert program.stderr is not None
-    try:
-        assert "has not come so far yet" in program.stderr.readline()
-    finally:
-        program.kill()
-        program.communicate()
+    with Program(tmp_path, "read", "orders", "--from", "9999", "-f") as program:
+        assert "has not come so far yet" in program.note()
 
 
 def test_as_comma_separated_values(orders: Run) -> None:

@@ -51,6 +51,7 @@ from penstock.log.compose import EventOptions
 from penstock.log.letters import DEAD_CHARS_MAX, DeadLetter, Letter, Resend, Resender
 from penstock.log.objects import Stream
 from penstock.log.partitioning import places
+from penstock.records.event import Event
 
 SOURCE = "penstock-dead"
 CHUNK_LETTERS = 500
@@ -184,7 +185,7 @@ class Replay:
         self._log = log
         self._letters = letters
         self._into = None if into is None else find_stream(log, into)
-        self._patience = attempts
+        self._attempts = attempts
         self._dry_run = dry_run
         self._json = json
         self._resender = Resender(log, letters, SOURCE)
@@ -199,7 +200,7 @@ class Replay:
         if self._dry_run:
             self._resender.sent.load()
         else:
-            self._patience.until_done(self._resender.open)
+            self._attempts.until_done(self._resender.open)
 
     def run(
         self, chosen: Iterator[tuple[Letter, Edit]], stop: threading.Event, *, is_one: bool
@@ -253,7 +254,7 @@ class Replay:
             raise UsageError("it is of a timer, which has no event that could be sent again")
         target = self._into or find_stream(self._log, held.stream)
         origin = find_origin(self._log, held)
-        data = _data(target, held, edit, None if origin is None else origin.data)
+        data = _data(target, held, edit, origin)
         is_home = str(target.name) == held.stream
         key = edit.key or (held.key if origin is None else origin.key)
         headers = {} if origin is None else dict(origin.headers)
@@ -281,16 +282,20 @@ class Replay:
         if not chunk or target is None:
             return
         self._chunk, self._chars, self._target = [], 0, None
+        self._pending.clear()
         name = str(target.name)
         if self._dry_run:
             for one in chunk:
                 self._tell(one.letter, "sent", into=name)
             return
         part = self._resender.compose(target, chunk)
-        done = self._patience.until_done(lambda: self._resender.send(part, chunk))
+        done = self._attempts.until_done(lambda: self._resender.send(part, chunk))
         found = places(done.placements[0], part)
         for one, (partition, offset) in zip(chunk, found, strict=True):
-            self._tell(one.letter, "sent", into=name, at=f"{partition}:{offset}")
+            if offset is None:  # the stream held an event with this id: a connector sent it again
+                self._tell(one.letter, "sent before", into=name)
+            else:
+                self._tell(one.letter, "sent", into=name, at=f"{partition}:{offset}")
 
     def _tell(
         self, letter: Letter, what: str, *, into: str | None = None, at: str | None = None,
@@ -322,24 +327,26 @@ class Replay:
             note(f"… and {self.tally.failed - FAILURES_SHOWN:,} more cannot be sent again")
 
 
-def _data(target: Stream, letter: DeadLetter, edit: Edit, origin: object) -> object:
+def _data(
+    target: Stream, letter: DeadLetter, edit: Edit, origin: Event[object] | None
+) -> object:  # fmt: skip
     """What is sent: what was edited, the event as it was, or what the letter tells of it."""
     if edit.data is not None:
         return parse_data(target, edit.data)
     if origin is not None and str(target.name) == letter.stream:
-        return origin
-    if not letter.data:
+        return origin.data
+    if origin is None and not letter.data:
         raise UsageError("nothing of it could be read: give what it was (--data, --edit)")
-    if len(letter.data) >= DEAD_CHARS_MAX and origin is None:
+    if origin is None and len(letter.data) >= DEAD_CHARS_MAX:
         raise UsageError(
             f"only its first {DEAD_CHARS_MAX:,} characters are kept, and the event itself is gone: "
             "give the whole (--data)"
         )
-    text = letter.data.encode() if origin is None else as_json(json_data(origin)).encode()
+    text = letter.data if origin is None else as_json(json_data(origin.data))
     try:
         if target.spec.content == "bytes" and letter.agent:
-            return parse_bytes_text(text)
-        return parse_data(target, text)
+            return parse_bytes_text(text.encode())
+        return parse_data(target, text.encode())
     except RecordError as error:
         raise RecordError(f"{error}; repair it (--data, --edit)") from None
 
