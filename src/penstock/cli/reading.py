@@ -140,6 +140,8 @@ def _print(
     shown = is_into_file() and not options.follow
     with progress_bar("reading", "", shown=shown) as report:
         writer = open_writer(format_, stream)
+        if options.follow:
+            writer.flush()  # its header, if it has one
         for batch in read_reporting(log, str(stream.name), options, span, report):
             count += writer.write(batch, key, None if limit is None else limit - count)
             if options.follow:
