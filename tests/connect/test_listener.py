@@ -408,3 +408,28 @@ def test_a_peer_that_only_dribbles_is_sent_away(log: Log) -> None:
         found = peer.next()
         assert isinstance(found, wire.Error)
         assert "no Hello came in time" in found.message
+
+
+def test_a_stream_is_one_stream_however_a_route_writes_it(log: Log) -> None:
+    """In what is kept of a connector, in metrics, and for its dead letters; those that are
+    missing are made, though others are there.
+    """
+    log.apply([CreateStream(declare("orders_dead", DeadLetter))])
+    options = ListenerOptions(
+        routes=[("o", "default.orders"), ("j", "default.json")], on_damage="dead-letter"
+    )
+    with Listener(log, options) as listener, Peer(listener.address) as peer:
+        peer.hello()
+        for name in ("o", "j"):
+            peer.notify(name)
+            peer.send(message(name, 1, b"no"))
+            assert isinstance(peer.next(), wire.Ack)
+    assert sorted(record.stream for record in records(log)) == ["json", "orders"]
+    letters = [
+        letter.data.stream
+        for name in ("orders_dead", "json_dead")
+        for letter in read_events(log, name, DeadLetter)
+    ]
+    assert letters == ["orders", "json"]
+    metrics = read_events(log, "_system.metrics", Metric)
+    assert {event.data.labels["stream"] for event in metrics} == {"orders", "json"}

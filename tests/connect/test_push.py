@@ -14,14 +14,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock import App, Log, Producer
+from penstock import App, CreateStream, Log, Producer, declare
 from penstock import open as open_log
 from penstock.app.plan import plan
 from penstock.app.reports import sink_rows
 from penstock.app.runner import make_streams
+from penstock.connect.delivery import Delivery, deliveries
+from penstock.connect.dial import DialOptions
+from penstock.connect.push import Target
 from penstock.connect.sink import SinkHost, SinkOptions
 from penstock.connect.sinks.file import FileSink
-from penstock.errors import AppError
+from penstock.errors import AppError, UsageError
 from penstock.failpoints import CONNECTOR_NAMES, ENVIRONMENT, REACHED
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import VICTIMS, RunnerProcess, wait_until
@@ -309,3 +312,25 @@ def test_it_is_not_idle_before_every_worker_has_heard(tmp_path: Path) -> None:
             Stuck.is_stuck = False
             run.until_idle()
             assert host.transactions.standing("pushing.numbers_sink-0").pending is None
+
+
+def test_a_stream_is_one_stream_however_a_delivery_writes_it(tmp_path: Path) -> None:
+    """Its rows are counted under any name, and two deliveries do not both take them."""
+    folder = tmp_path / "sink"
+    with (
+        open_log(tmp_path / "log.db") as log,
+        SinkHost(lambda worker: FileSink(folder, worker), folder) as host,
+    ):
+        log.apply([CreateStream(declare("rows", content="bytes"))])
+        target = Target("one", address_of(host), 1, DialOptions(), "…")
+        with Producer(log) as producer:
+            producer.send("rows", b"a")
+        assert Delivery(log, target, "default.rows", "stream").deliver() == 1
+        with Producer(log) as producer:
+            producer.send("rows", b"b")
+        assert [(found.stream, rows) for found, rows in deliveries(log)] == [("rows", 1)]
+        other = msgspec.structs.replace(target, query="two")
+        with pytest.raises(UsageError, match="producer one delivers the stream rows already"):
+            Delivery(log, other, "rows", "stream")
+        assert Delivery(log, target, "rows", "stream").deliver() == 1
+    assert committed_lines(folder, "one-0") == ["a", "b"]

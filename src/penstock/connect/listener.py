@@ -95,6 +95,8 @@ class Listener:
         self.commits = ThreadPoolExecutor(COMMITS_MAX, "penstock-commit")
         self.meter = SourceMeter(log, options.metrics_interval_ms)
         self.numbers = itertools.count(1)
+        self._routes: list[tuple[str, str]] = []
+        """The options' routes, with each stream's own name, however they write it."""
         self._server = Server(
             options.address, options.connections_max,
             lambda peer, where: _Connection(self, peer, where), tell,
@@ -106,10 +108,11 @@ class Listener:
         return self._server.address
 
     def __enter__(self) -> Self:
-        for _, stream in self.options.routes:
-            self.log.stream(stream)
+        self._routes = [
+            (pattern, str(self.log.stream(stream).name)) for pattern, stream in self.options.routes
+        ]
         if self.options.on_damage == "dead-letter":
-            ensure_letters(self.log, {stream for _, stream in self.options.routes})
+            ensure_letters(self.log, {stream for _, stream in self._routes})
         with contextlib.ExitStack() as exits:
             exits.callback(self.commits.shutdown)
             exits.callback(self.meter.close)
@@ -128,7 +131,7 @@ class Listener:
 
     def target(self, name: str) -> str | None:
         """The stream of the log that a connector stream goes to."""
-        for pattern, stream in self.options.routes:
+        for pattern, stream in self._routes:
             if fnmatch.fnmatchcase(name, pattern):
                 return stream
         return None
@@ -312,10 +315,9 @@ class _Connection(Connection):
 def ensure_letters(log: Log, streams: Iterable[str]) -> None:
     """Make the streams of dead letters that are not there."""
     known = {str(stream.name) for stream in log.streams()}
-    new = [dead_name(stream) for stream in sorted(streams) if dead_name(stream) not in known]
-    if new:
-        with contextlib.suppress(ObjectExistsError):  # another listener made them just now
-            log.apply([CreateStream(declare(name, DeadLetter)) for name in new])
+    for name in sorted({dead_name(stream) for stream in streams} - known):
+        with contextlib.suppress(ObjectExistsError):  # another listener made it just now
+            log.apply([CreateStream(declare(name, DeadLetter))])
 
 
 def _age_ms(message: wire.Message) -> int | None:
