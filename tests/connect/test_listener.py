@@ -433,3 +433,40 @@ def test_a_stream_is_one_stream_however_a_route_writes_it(log: Log) -> None:
     assert letters == ["orders", "json"]
     metrics = read_events(log, "_system.metrics", Metric)
     assert {event.data.labels["stream"] for event in metrics} == {"orders", "json"}
+
+
+@pytest.mark.parametrize("on_damage", ["stop", "skip", "dead-letter"])
+def test_whatever_a_message_makes_fail_is_damage_of_that_message(
+    log: Log, listen: Listen, on_damage: str
+) -> None:
+    """Such as JSON that is nested deeper than Python follows; what came before it is stored."""
+    deep = b"[" * 2000 + b"]" * 2000
+    with Peer(listen("json", on_damage=on_damage).address) as peer:
+        peer.hello()
+        peer.notify("s")
+        peer.send(*(message("s", n, data) for n, data in enumerate([b"0", deep, b"2"])))
+        last = 0 if on_damage == "stop" else 2
+        assert peer.next() == wire.Ack(4, ((wire.stream_id("s"), last),))
+        if on_damage == "stop":
+            found = peer.next()
+            assert isinstance(found, wire.Error)
+            assert "message 1 of s: RecursionError" in found.message
+    kept = [event.id for event in read_events(log, "json")]
+    assert kept == (["s/0"] if on_damage == "stop" else ["s/0", "s/2"])
+    if on_damage == "dead-letter":
+        assert [event.id for event in read_events(log, "json_dead")] == ["s/1"]
+
+
+def test_a_dead_letter_is_made_of_a_message_of_any_size(log: Log, listen: Listen) -> None:
+    with Peer(listen("json", on_damage="dead-letter").address) as peer:
+        peer.hello()
+        peer.notify("s")
+        keyed = message("s", 2, b"no", b"k" * 5000)
+        peer.send(message("s", 1, b'"%s"' % (b"\xff" * (3 << 20))), keyed, message("s", 3, b"1"))
+        safe = 0
+        while safe < 3:
+            found = peer.next()
+            assert isinstance(found, wire.Ack), found
+            safe = max([safe, *(point for _, point in found.points)])
+    assert [event.id for event in read_events(log, "json")] == ["s/3"]
+    assert [event.id for event in read_events(log, "json_dead")] == ["s/1", "s/2"]

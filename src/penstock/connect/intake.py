@@ -36,28 +36,40 @@ def to_parts(
     message's, or that name, so that what comes without a key keeps its order too; its time the
     message's, in nanoseconds since 1970. A stream that takes its key or time from a field does so.
     """
-    rows, wrong = _decoded(stream, messages, limits)
-    if wrong:
-        bad = dict(wrong)
-        told = [Wrong(messages[row], why) for row, why in sorted(bad.items())]
-        messages = [message for row, message in enumerate(messages) if row not in bad]
-        rows, _ = _decoded(stream, messages, limits)
-    else:
-        told = []
-    if not messages:
-        return [], told
     try:
-        return [composer.arrow_part(stream, _columns(stream, name, messages, rows))], told
-    except UsageError as error:
+        return _together(composer, limits, stream, name, messages)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a message makes fail is damage of that message
         if len(messages) == 1:
-            return [], [*told, Wrong(messages[0], str(error))]
+            return [], [Wrong(messages[0], _why(error))]
     parts: list[Part] = []
+    told: list[Wrong] = []
     half = len(messages) // 2  # which of them it is, is found by halves
     for some in (messages[:half], messages[half:]):
-        found, wrong_ones = to_parts(composer, limits, stream, name, some)
+        found, wrong = to_parts(composer, limits, stream, name, some)
         parts += found
-        told += wrong_ones
-    return parts, sorted(told, key=lambda wrong: wrong.message.message_id)
+        told += wrong
+    return parts, told
+
+
+def _together(
+    composer: Composer, limits: Limits, stream: Stream, name: str, messages: Sequence[Message]
+) -> tuple[list[Part], list[Wrong]]:
+    """Raises if one of the messages is refused by the stream as a whole, or cannot be decoded."""
+    rows, wrong = _decoded(stream, messages, limits)
+    bad = dict(wrong)
+    told = [Wrong(messages[row], why) for row, why in sorted(bad.items())]
+    if bad:
+        messages = [message for row, message in enumerate(messages) if row not in bad]
+        rows, _ = _decoded(stream, messages, limits)
+    if not messages:
+        return [], told
+    return [composer.arrow_part(stream, _columns(stream, name, messages, rows))], told
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
 
 
 def _columns(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.connect import wire
+from penstock.connect import effects, wire
 from penstock.connect.addresses import announced, listening_at
 from penstock.connect.effects import PASSING, Close
 from penstock.connect.sockets import set_up
@@ -163,7 +163,7 @@ class Connection:
             with self._socket:
                 set_up(self._socket)
                 self._socket.settimeout(TICK_S)
-                reason = self.talk()
+                reason = self._talk()
                 self._part()
         except OSError as error:
             reason = f"the connection broke: {error}"
@@ -172,6 +172,17 @@ class Connection:
                 self.gone(reason)
             finally:
                 self._forget()
+
+    def _talk(self) -> str:
+        """Whatever fails here, the peer hears of it and may come again."""
+        try:
+            return self.talk()
+        except OSError:
+            raise
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            self.send(effects.error(f"{PASSING}{told}").frame)
+            return f"it failed here: {told}"
 
     def _part(self) -> None:
         """Have the peer hear the last words: closed with something unread, they would be lost."""
