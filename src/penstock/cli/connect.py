@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.options import AtOption, check_closed, examples
-from penstock.cli.output import note, say, stopping
+from penstock.cli.output import flush, note, say, stopping
 from penstock.connect.sink import Sink, SinkHost, SinkOptions
 from penstock.connect.sinks.file import FileSink
 from penstock.connect.source import ConnectorOptions, Source, SourceConnector
@@ -344,4 +344,5 @@ def run_sink(make: Callable[[str], Sink], state: Path, options: SinkOptions) -> 
     stop = threading.Event()
     with stopping(stop, "connections are ended"), SinkHost(make, state, options, note) as host:
         say("listening at {}:{}".format(*host.address))
+        flush()
         stop.wait()

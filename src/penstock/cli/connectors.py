@@ -17,7 +17,7 @@ from penstock.cli.options import (
     examples,
     open_named,
 )
-from penstock.cli.output import note, say, say_json, stopping, table
+from penstock.cli.output import flush, note, say, say_json, stopping, table
 from penstock.connect.listener import Listener, ListenerOptions, OnDamage
 from penstock.connect.registry import SourceRecord, records
 from penstock.connect.wire import NEVER
@@ -92,6 +92,7 @@ def listen(  # noqa: PLR0913  one parameter per option
         Listener(opened, options, note) as listener,
     ):
         say("listening at {}:{}".format(*listener.address))
+        flush()
         stop.wait()
 
 

@@ -11,6 +11,7 @@ import contextlib
 import fnmatch
 import itertools
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -50,6 +51,7 @@ NAME_CHARS_MAX = 1000
 GRACE_S = 0.25
 """A connector that comes again at once may find its old connection not yet cleared away."""
 COMMITS_MAX = 8
+START_S = 60.0
 OnDamage = Literal["stop", "skip", "dead-letter"]
 
 
@@ -115,6 +117,7 @@ class Listener:
             ensure_letters(self.log, {stream for _, stream in self._routes})
         with contextlib.ExitStack() as exits:
             exits.callback(self.commits.shutdown)
+            start_all(self.commits, COMMITS_MAX)
             exits.callback(self.meter.close)
             self.meter.start()
             exits.enter_context(self._server)
@@ -310,6 +313,17 @@ class _Connection(Connection):
             source = f"connector/{self._session.program}/{self._session.instance}"[:200]
             self._composer = Composer(source, self._log.limits)
         return self._composer
+
+
+def start_all(threads: ThreadPoolExecutor, count: int) -> None:
+    """Start so many threads now: one that cannot be started later would leave its work behind."""
+    barrier = threading.Barrier(count + 1)
+    try:
+        for _ in range(count):
+            threads.submit(barrier.wait, START_S)
+        barrier.wait(START_S)
+    finally:
+        barrier.abort()
 
 
 def ensure_letters(log: Log, streams: Iterable[str]) -> None:

@@ -18,13 +18,15 @@ from typing import Any, Self
 from penstock.connect import effects, wire
 from penstock.connect.addresses import announced, listening_at
 from penstock.connect.effects import PASSING, Close
-from penstock.connect.sockets import set_up
+from penstock.connect.sockets import connections_for, set_up
 from penstock.errors import UsageError
 
 TICK_S = 0.5
 """How often a thread that waits looks whether it is to stop."""
 LINGER_S = 1.0
 """How long a peer that was told something may take to hang up."""
+REFUSE_S = 0.1
+"""The same for one that is not taken: others wait behind it."""
 READ_BYTES = 1 << 18
 GATHER_BYTES = 1 << 22
 
@@ -67,12 +69,14 @@ class Server:
             where, why = "{}:{}".format(*self._where), os.strerror(error.errno or 0)
             raise UsageError(f"cannot listen at {where}: {why}") from error
         try:
+            self._most = connections_for(self._most, self._tell)
             self._socket.settimeout(TICK_S)
             self._announced.enter_context(announced(self._name, self.address))
+            self._thread.start()
         except BaseException:
+            self._announced.close()
             self._socket.close()
             raise
-        self._thread.start()
         return self
 
     def __exit__(
@@ -102,12 +106,20 @@ class Server:
                 self._tell(f"a connection could not be taken: {error}")
                 self.stopping.wait(TICK_S)
                 continue
-            with self._lock:
-                is_full = len(self._connections) >= self._most
-            if is_full:
-                self._refuse(peer)
-            else:
-                self._begin(self._make(peer, f"{address[0]}:{address[1]}"))
+            where = f"{address[0]}:{address[1]}"
+            try:
+                self._take(peer, where)
+            except Exception as error:  # such as that no thread can be started: others live on
+                self._tell(f"a connection from {where} could not be taken: {error}")
+                self._refuse(peer, str(error))
+
+    def _take(self, peer: socket.socket, where: str) -> None:
+        with self._lock:
+            is_full = len(self._connections) >= self._most
+        if is_full:
+            self._refuse(peer, f"{self._most} connections are open already")
+        else:
+            self._begin(self._make(peer, where))
 
     def _begin(self, connection: Connection) -> None:
         number = next(self._numbers)
@@ -119,13 +131,17 @@ class Server:
         connection.begin(self, forget)
         with self._lock:
             self._connections[number] = connection
-        connection.thread.start()
+        try:
+            connection.thread.start()
+        except BaseException:
+            forget()
+            raise
 
-    def _refuse(self, peer: socket.socket) -> None:
+    def _refuse(self, peer: socket.socket, why: str) -> None:
         with contextlib.suppress(OSError), peer:
-            peer.settimeout(TICK_S)
-            full = f"{PASSING}{self._most} connections are open already"
-            peer.sendall(wire.encode(wire.Error(full)))
+            peer.settimeout(REFUSE_S)
+            peer.sendall(wire.encode(effects.error(f"{PASSING}{why}").frame))
+            part(peer)
 
 
 class Connection:
@@ -164,7 +180,7 @@ class Connection:
                 set_up(self._socket)
                 self._socket.settimeout(TICK_S)
                 reason = self._talk()
-                self._part()
+                part(self._socket)
         except OSError as error:
             reason = f"the connection broke: {error}"
         finally:
@@ -183,14 +199,6 @@ class Connection:
             told = f"{type(error).__name__}: {error}"
             self.send(effects.error(f"{PASSING}{told}").frame)
             return f"it failed here: {told}"
-
-    def _part(self) -> None:
-        """Have the peer hear the last words: closed with something unread, they would be lost."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-            deadline = time.monotonic() + LINGER_S
-            while time.monotonic() < deadline and self._socket.recv(READ_BYTES):
-                pass
 
     def interrupt(self) -> None:
         """Have reading end; what the thread is doing is done first. From any thread."""
@@ -232,3 +240,12 @@ class Connection:
             if reason:
                 return reason
         return ""
+
+
+def part(peer: socket.socket) -> None:
+    """Have the peer hear the last words: closed with something unread, they would be lost."""
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + LINGER_S
+        while time.monotonic() < deadline and peer.recv(READ_BYTES):
+            pass

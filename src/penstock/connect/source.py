@@ -192,7 +192,11 @@ class SourceConnector:
         """Begin; `stop` must follow, as leaving the block does."""
         self._bell = socket.socketpair()
         self._bell[1].setblocking(False)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def add(self, source: Source) -> None:

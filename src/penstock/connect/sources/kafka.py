@@ -147,7 +147,11 @@ class KafkaTopics:
 
     def __enter__(self) -> Self:
         self.connector.start()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.connector.stop()
+            raise
         return self
 
     def __exit__(
