@@ -13,6 +13,8 @@ from penstock.app.positions import Position
 from penstock.app.query import Query
 from penstock.app.task import (
     BatchOrder,
+    FailedError,
+    Failure,
     Inputs,
     Outcome,
     Range,
@@ -20,7 +22,7 @@ from penstock.app.task import (
 )
 from penstock.connect.dial import DialOptions
 from penstock.connect.push import SENDING, STARTING, TELLING, Step, Target, rows_of
-from penstock.errors import PlanChangedError
+from penstock.errors import ConnectorError, PlanChangedError
 from penstock.failpoints import failpoint
 from penstock.log.api import Log
 from penstock.log.objects import Stream
@@ -37,8 +39,20 @@ class SinkWork:
         del log
         batches = (list(rows_of(item, split.slot, split.slots)) for item in inputs.batches)
         step = Step(batch.holder.epoch, batch.sequence, SENDING)
-        vote = self._target.push(self._target.name(split.number), batches, step)
+        try:
+            vote = self._target.push(self._target.name(split.number), batches, step)
+        except ConnectorError as error:
+            if error.retriable:
+                raise
+            raise FailedError(self._failure(error)) from error
         return Outcome(rows_out=vote.rows, votes=(vote,))
+
+
+    def _failure(self, error: ConnectorError) -> Failure:
+        place = f"the sink at {self._target.address}"
+        return Failure(
+            definition=self.name, place=place, error=str(error), traceback="", code=error.code
+        )
 
 
 class SinkQuery(Query):

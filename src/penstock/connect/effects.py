@@ -26,3 +26,8 @@ def error(reason: str) -> Send:
     """Tell why; cut where it is too long for a frame."""
     told = reason.encode()[: wire.TEXT_BYTES_MAX].decode(errors="ignore")
     return Send(wire.Error(told))
+
+
+def plain(reason: str) -> str:
+    """The reason of a refusal, without the mark that it may not hold for long."""
+    return reason.removeprefix(PASSING)

@@ -84,7 +84,11 @@ class Target(msgspec.Struct, frozen=True):
         return SinkWorker(self.address, worker, (*step, time.time_ns()), self.options)
 
     def push(self, worker: str, batches: Iterable[list[Row]], step: Step) -> SinkVote:
-        """Send a worker its share and ask for the vote. Raises `SinkGoneError` unless it is yes."""
+        """Send a worker its share and ask for the vote.
+
+        Unless it is yes, raises `SinkGoneError`; or `ConnectorError`, with the reason, where the
+        sink says that it would refuse the same again.
+        """
         with self.dialled(worker, step) as sink:
             if sink.uncommitted:
                 raise SinkGoneError(
@@ -96,11 +100,15 @@ class Target(msgspec.Struct, frozen=True):
                 count += len(rows)
             transaction = f"{worker}/{step.epoch}.{step.batch}"
             if not sink.vote(transaction, sink.committed):
-                raise SinkGoneError(
-                    f"worker {worker} of the sink at {self.address} votes against batch "
-                    f"{step.batch}: what it prints says why; it is asked again"
-                )
+                raise self._against(sink, step.batch)
             return SinkVote(worker, transaction, sink.committed, sink.sent, count)
+
+    def _against(self, sink: SinkWorker, batch: int) -> ConnectorError:
+        """Why a batch was voted against. Not every sink says so; what it prints may."""
+        why = sink.refusal or SinkGoneError("it does not say why; what it prints may")
+        return type(why)(
+            f"worker {sink.worker} of the sink at {self.address} votes against batch {batch}: {why}"
+        )
 
     def tell(self, vote: SinkVote, step: Step) -> None:
         """The decision is saved: make it visible."""
