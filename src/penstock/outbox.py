@@ -44,6 +44,7 @@ from penstock.log.compose import Composer, EventOptions, Outgoing
 from penstock.log.objects import Stream
 from penstock.log.statements import statements
 from penstock.patience import Patience
+from penstock.postgresql import parse_address, refusal_of
 from penstock.records.event import Key, from_microseconds, key_bytes, microseconds, now_us
 
 BATCH_ROWS_MAX = 1000
@@ -126,7 +127,7 @@ def connected(address: str, *, create: bool = True) -> Iterator[Connection]:
     """A connection to the database at `sqlite:///path` or `postgresql://…`, for a block.
 
     A file of SQLite that is not there is made, unless `create` is false. Raises
-    `DatabaseGoneError` if the database cannot be reached.
+    `DatabaseGoneError` if the database cannot be reached, `OutboxError` if it refuses for good.
     """
     if address.startswith("sqlite:///"):
         path = address.removeprefix("sqlite:///")
@@ -143,14 +144,18 @@ def connected(address: str, *, create: bool = True) -> Iterator[Connection]:
             psycopg = importlib.import_module("psycopg")
         except ModuleNotFoundError:
             raise UsageError("PostgreSQL needs psycopg: pip install 'penstock[postgres]'") from None
+        parse_address(address)
         try:
             found = psycopg.connect(address, connect_timeout=10)
         except psycopg.OperationalError as error:
+            if refusal := refusal_of(error):
+                raise OutboxError(refusal) from error
             raise DatabaseGoneError(f"the database cannot be reached: {error}") from error
         with contextlib.closing(found):
             yield found
     else:
-        raise UsageError(f"{address!r} is no database: write sqlite:///path or postgresql://…")
+        # Not shown: whatever it is, there may be a password in it.
+        raise UsageError("the address is no database: write sqlite:///path or postgresql://…")
 
 
 def dialect_of(connection: Connection) -> Dialect:

@@ -17,8 +17,8 @@ import pytest
 from penstock import App, CreateStream, Log, Producer, declare
 from penstock import open as open_log
 from penstock.app.plan import plan
-from penstock.app.reports import sink_rows
 from penstock.app.query import QueryLimits
+from penstock.app.reports import sink_rows
 from penstock.app.runner import QueryStatus, make_streams
 from penstock.connect.delivery import Delivery, deliveries
 from penstock.connect.dial import DialOptions

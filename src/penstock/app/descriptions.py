@@ -27,6 +27,7 @@ from penstock.app.app import App
 from penstock.app.streams import AppStream
 from penstock.connect.addresses import check_address
 from penstock.connect.codecs import decoder, encoded
+from penstock.connect.credentials import reveal
 from penstock.connect.reading import SinkClient
 from penstock.connect.sink import SinkOptions
 from penstock.connect.source import ConnectorOptions
@@ -57,7 +58,7 @@ class StreamDescription(Generic[T]):
         )  # fmt: skip
         parser.add_argument(
             f"--{cls.name}-cookie", metavar="TEXT", default="", dest=f"{cls.name}_cookie",
-            help="what the half that dials must know",
+            help="what the half that dials must know; @env:NAME or @file:PATH names it",
         )  # fmt: skip
 
     @classmethod
@@ -66,9 +67,8 @@ class StreamDescription(Generic[T]):
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         cls.add_arguments(parser)
         found, _ = parser.parse_known_args(arguments)
-        return cls(
-            getattr(found, f"{cls.name}_address"), cookie=getattr(found, f"{cls.name}_cookie")
-        )
+        cookie = reveal(getattr(found, f"{cls.name}_cookie"))
+        return cls(getattr(found, f"{cls.name}_address"), cookie=cookie)
 
     def encode(self, message: T) -> bytes:
         """The bytes of a message: a record as JSON, bytes and text as they are."""

@@ -47,7 +47,6 @@ class SinkWork:
             raise FailedError(self._failure(error)) from error
         return Outcome(rows_out=vote.rows, votes=(vote,))
 
-
     def _failure(self, error: ConnectorError) -> Failure:
         place = f"the sink at {self._target.address}"
         return Failure(

@@ -18,6 +18,7 @@ from penstock.cli.options import (
     open_named,
 )
 from penstock.cli.output import flush, note, say, say_json, stopping, table
+from penstock.connect.credentials import BY_NAME, reveal
 from penstock.connect.listener import Listener, ListenerOptions, OnDamage
 from penstock.connect.registry import SourceRecord, records
 from penstock.connect.wire import NEVER
@@ -53,7 +54,13 @@ def listen(  # noqa: PLR0913  one parameter per option
     ] = None,
     at: AtOption = "127.0.0.1:6067",
     cookie: Annotated[
-        str, typer.Option(envvar="PENSTOCK_COOKIE", help="What connectors must know.")
+        str,
+        typer.Option(
+            envvar="PENSTOCK_COOKIE",
+            parser=reveal,
+            metavar="SECRET",
+            help=f"What connectors must know. {BY_NAME}",
+        ),
     ] = "",
     policy: Annotated[
         Literal["oldest", "takeover"],

@@ -17,6 +17,7 @@ import penstock
 from penstock.cli import apps, clusters, connect, connectors, events, objects, outboxes, upkeep
 from penstock.cli.options import LogOption, Settings
 from penstock.cli.output import OutputClosedError
+from penstock.connect.credentials import hide
 from penstock.errors import PenstockError, UsageError
 
 #: what typer raises for a wrong command line: the parent of BadParameter, and no public name
@@ -107,6 +108,7 @@ def _exit_code(error: PenstockError) -> int:
 
 
 def _report(code: str, message: str, as_json: bool, exit_code: int) -> int:
+    message = hide(message)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if as_json:

@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from penstock.connect.addresses import is_closed
+from penstock.connect.credentials import reveal
 from penstock.errors import LogFormatError, UsageError
 from penstock.log import OptionValue, is_path, log_path, open_log
 from penstock.log.api import Limits, Log
@@ -144,9 +145,9 @@ def parse_options(options: list[str]) -> dict[str, OptionValue]:
     found: dict[str, OptionValue] = {}
     for option in options:
         name, equals, value = option.partition("=")
-        if not equals:
-            raise UsageError(f"--log-option {option!r} is not NAME=VALUE")
-        found[name] = value
+        if not equals:  # not shown: it may be the value
+            raise UsageError("a --log-option without =: write NAME=VALUE")
+        found[name] = reveal(value)
     return found
 
 

@@ -126,7 +126,7 @@ class SinkWorker:
     def vote(self, transaction: str, start: int) -> bool:
         """Ask the sink to make everything sent since `start` durable; whether it has.
 
-        If it has not, `refusal` is why: sinks of Penstock say so, and close the connection.
+        If it has not, `refusal` is why: sinks of Penstock say so behind their vote.
         """
 
         def ask() -> bool:
@@ -201,11 +201,16 @@ class SinkWorker:
 
     def _last_words(self) -> ConnectorError | None:
         """What a sink says that refuses: it may have closed while we were still sending."""
+        is_said = any(isinstance(frame, wire.Error) for frame in self._frames)
         with contextlib.suppress(OSError, ProtocolError, AttributeError):
             self._socket.settimeout(LAST_WORDS_S)
-            self._frames += self._parser.feed(self._socket.recv(SEND_BYTES))
-        said = (frame for frame in self._frames if isinstance(frame, wire.Error))
-        return next(map(self._refused, said), None)
+            try:
+                self._frames += [] if is_said else self._parser.feed(self._socket.recv(SEND_BYTES))
+            finally:
+                self._socket.settimeout(self._options.timeout_s)
+        said = [frame for frame in self._frames if isinstance(frame, wire.Error)]
+        self._frames = [frame for frame in self._frames if not isinstance(frame, wire.Error)]
+        return self._refused(said[0]) if said else None
 
     def _refused(self, told: wire.Error) -> ConnectorError:
         kind = SinkGoneError if told.message.startswith(PASSING) else ConnectorError

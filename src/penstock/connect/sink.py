@@ -32,7 +32,6 @@ from penstock.connect import wire
 from penstock.connect.effects import PASSING, Send
 from penstock.connect.serving import Connection, Server
 from penstock.connect.sinking import (
-    REFUSED,
     Append,
     Approve,
     Effect,
@@ -47,13 +46,12 @@ from penstock.connect.sinking import (
     Vote,
 )
 from penstock.connect.transactions import TransactionLog
-from penstock.errors import PenstockError, ProtocolError
+from penstock.errors import PenstockError, ProtocolError, UsageError
 from penstock.failpoints import failpoint
 
 TAKEOVER_S = 10.0
 CLOSED = "it closed the connection"
-AS_USUAL = (CLOSED, REFUSED)
-"""How a batch's connection ends: nobody needs to hear of each."""
+"""How the connection of a batch ends: nobody needs to hear of each."""
 WORKER = re.compile(r"[\w.@:/=+-]{1,200}\Z")
 FIRST_STREAM = 1
 ABOUT_DATA = (
@@ -76,7 +74,8 @@ class Sink(Protocol):
 
         Bytes before `committed` are visible. Those from there up to `kept` were voted for and
         stay, unless their outcome was carried out and not yet saved; `None` if none were.
-        Whatever came behind is discarded.
+        Whatever came behind is discarded. Raises `UsageError` where no worker can use the target
+        as it is, such as one that is not there: the host gives up then.
         """
 
     def append(self, messages: Sequence[wire.Message]) -> None:
@@ -134,6 +133,7 @@ class SinkHost:
         self._active: dict[str, _Worker] = {}
         self._latest: dict[str, tuple[int, ...]] = {}
         self._known: set[str] = set()
+        self._failure: UsageError | None = None
         self._changed = threading.Condition()
         self._server = Server(
             options.address, options.connections_max,
@@ -160,6 +160,15 @@ class SinkHost:
         trace: TracebackType | None,
     ) -> None:
         self._exits.close()
+
+    def check(self) -> None:
+        """Raise why no worker can use the target as it is, if that was found."""
+        if self._failure is not None:
+            raise self._failure
+
+    def give_up(self, failure: UsageError) -> None:
+        """The target cannot be used as it is: somebody has to do something about it."""
+        self._failure = failure
 
     def approve(self, worker: str, connection: _Worker) -> str:
         """Why the worker may not connect: it is connected, or was, with a later attempt."""
@@ -222,7 +231,7 @@ class _Worker(Connection):
             with contextlib.suppress(Exception):
                 sink.close()
         self._host.forget(self)
-        if reason not in AS_USUAL:
+        if reason != CLOSED:
             self._host.tell(f"{self._name} is gone: {reason}")
 
     @property
@@ -292,7 +301,11 @@ class _Worker(Connection):
             committed, pending = standing.committed_of(stream), standing.pending_of(stream)
             self._sinks[stream].open(committed, pending)
         except Exception as error:
-            return self._session.fail(_failed("the target cannot be used", error))
+            why = _failed("the target cannot be used", error)
+            if isinstance(error, UsageError):
+                self._host.give_up(error)
+                why = f"{PASSING}{why}"  # until somebody has repaired it, and started it again
+            return self._session.fail(why)
         return ()
 
     def _append(self, stream: int, messages: Sequence[wire.Message]) -> None:

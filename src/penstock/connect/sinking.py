@@ -19,7 +19,6 @@ from penstock.connect.effects import PASSING, Close, Send, error, plain
 
 State = Literal["initial", "approval", "phase1", "phase2", "closed"]
 QUEUED_MAX = 10_000
-REFUSED = "it heard why its transaction is refused"
 STREAMS_MAX = 1000
 """A worker may have so many streams; those of Penstock have one."""
 
@@ -313,14 +312,14 @@ class SinkSession:
 
     def _refuse(self, vote: Vote, why: str) -> list[Effect]:
         """Vote against it. The protocol has no place for the reason: Penstock's own workers,
-        which say their attempt, are told it as the connection's last words.
+        which say their attempt, know that an error behind the vote is that, and no end.
         """
         self._refused = vote
         told: list[Effect] = [
             Note(f"worker {self.worker}: voting against {vote.transaction}: {plain(why)}"),
             _reply(wire.Reply(vote.transaction, False)),
         ]
-        return [*told, error(why), self._over(REFUSED)] if self.attempt else told
+        return [*told, error(why)] if self.attempt else told
 
     def voted(self, vote: Vote, wrong: str) -> list[Effect]:
         """The bytes are durable and the vote is saved; or why they are not, and it is not."""

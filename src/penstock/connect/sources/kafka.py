@@ -25,6 +25,7 @@ from confluent_kafka import (
 
 from penstock.connect.source import ConnectorOptions, Item, Source, SourceConnector
 from penstock.errors import ConnectorError
+from penstock.log.kafka.client import REFUSED
 
 HELD_MAX = 5000
 HELD_BYTES_MAX = 32 << 20
@@ -136,12 +137,13 @@ class KafkaTopics:
         self._settings = {
             "bootstrap.servers": servers, "group.id": group, "enable.auto.commit": False,
             "auto.offset.reset": "error", "isolation.level": "read_committed",
-            **(settings or {}),
+            **(settings or {}), "error_cb": self._hear,
         }  # fmt: skip
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-kafka-source", daemon=True)
         self._sources: dict[Place, PartitionSource] = {}
         self._committed: dict[Place, int] = {}
+        self._refusal = ""
         self.connector = SourceConnector(address, [], options)
         self.failure: ConnectorError | None = None
 
@@ -190,6 +192,11 @@ class KafkaTopics:
             self.failure = ConnectorError(f"the source failed: {type(error).__name__}: {error}")
 
     def _step(self, consumer: Consumer) -> None:
+        if self._refusal:
+            raise ConnectorError(
+                f"Kafka does not let this client in: {self._refusal}; see the settings "
+                "security.protocol, sasl.* and ssl.*"
+            )
         for message in consumer.consume(1000, POLL_S):
             self._take(consumer, message)
         for source in list(self._sources.values()):
@@ -219,6 +226,13 @@ class KafkaTopics:
             consumer.pause([TopicPartition(*source.place)])
             source.is_paused = True
         self.connector.wake()
+
+    def _hear(self, error: KafkaError) -> None:
+        """What is no message. Brokers that are away come back; those that never let us in yet, and
+        say that they will not, do not.
+        """
+        if error.code() in REFUSED and not self._cluster_id:
+            self._refusal = error.str()
 
     def _err(self, error: KafkaError) -> None:
         away = (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT)

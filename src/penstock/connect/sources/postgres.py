@@ -18,11 +18,11 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
 
 from penstock.connect.source import Item, Source
 from penstock.errors import UsageError
 from penstock.patience import Patience
+from penstock.postgresql import parse_address, refusal_of
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -42,15 +42,24 @@ WRITERS = """
 
 
 def connected(url: str, timeout_s: float = TIMEOUT_S) -> Connection:
-    """A connection in autocommit, on which no statement takes longer than `timeout_s`."""
-    connection = psycopg.connect(
-        url,
-        autocommit=True,
-        connect_timeout=CONNECT_TIMEOUT_S,
-        keepalives_idle=10,
-        keepalives_interval=5,
-        keepalives_count=3,
-    )
+    """A connection in autocommit, on which no statement takes longer than `timeout_s`.
+
+    Raises `UsageError` if PostgreSQL refuses it for good, psycopg's own error if it is away.
+    """
+    parse_address(url)
+    try:
+        connection = psycopg.connect(
+            url,
+            autocommit=True,
+            connect_timeout=CONNECT_TIMEOUT_S,
+            keepalives_idle=10,
+            keepalives_interval=5,
+            keepalives_count=3,
+        )
+    except psycopg.OperationalError as error:
+        if refusal := refusal_of(error):
+            raise UsageError(refusal) from error
+        raise
     try:
         with within(connection, timeout_s):
             connection.execute(
@@ -89,12 +98,9 @@ def identifier(table: str) -> sql.Identifier:
 
 def database_of(url: str) -> tuple[str, str]:
     """The host of a database, and behind it its port and name."""
-    try:
-        given = conninfo_to_dict(url)
-    except psycopg.ProgrammingError as error:
-        raise UsageError(f"{error}".strip()) from None
+    given = parse_address(url)
     name = given.get("dbname") or given.get("user") or ""
-    return str(given.get("host") or ""), f"{given.get('port') or 5432}/{name}"
+    return given.get("host", ""), f"{given.get('port', '5432')}/{name}"
 
 
 class PostgresListenSource(Source):
