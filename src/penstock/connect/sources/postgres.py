@@ -19,6 +19,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+from penstock.connect.numbering import OwnNumbers, overtaken
 from penstock.connect.source import Item, Source
 from penstock.errors import UsageError
 from penstock.patience import Patience
@@ -136,7 +137,7 @@ class PostgresListenSource(Source):
         self._connection: Connection | None = None
         self._ready: deque[Item] = deque()
         self._sent: deque[Item] = deque()
-        self._next = 0
+        self._numbers = OwnNumbers()
         self._look_at = 0.0
         self._patience = Patience("PostgreSQL", self.tell)
         self.connections = 0
@@ -147,11 +148,14 @@ class PostgresListenSource(Source):
             self._rows.reset(-1 if point_of_ref is None else point_of_ref)
             self._look_at = 0.0
             return
-        self.handle_progress(self.name, -1 if point_of_ref is None else point_of_ref)
+        if self._numbers.resume(point_of_ref):
+            self.handle_progress(self.name, -1 if point_of_ref is None else point_of_ref)
+        elif self._sent:  # what is not known to have come is not sent again
+            self.tell(overtaken(self.name, len(self._sent)))
+            self._sent.clear()
         waiting = [item.data for item in (*self._sent, *self._ready)]
         self._ready.clear()
         self._sent.clear()
-        self._next = 0 if point_of_ref is None else point_of_ref + 1
         for data in waiting:
             self._add(data)
 
@@ -219,8 +223,7 @@ class PostgresListenSource(Source):
         return IDLE_S
 
     def _add(self, data: bytes) -> None:
-        self._ready.append(Item(data, self._next))
-        self._next += 1
+        self._ready.append(Item(data, self._numbers.take()))
 
 
 class _Rows:
