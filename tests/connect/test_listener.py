@@ -15,7 +15,7 @@ from penstock import open as open_log
 from penstock.connect import wire
 from penstock.connect.effects import Close
 from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import Claim, Owner, Registry, records
+from penstock.connect.registry import Asked, Claim, Lease, Owner, Registry, records
 from penstock.connect.serving import READ_BYTES
 from penstock.connect.session import SourceSession, Terms
 from penstock.log.objects import Metric
@@ -189,13 +189,15 @@ def test_a_stream_is_owned_until_its_time_is_over(
     elsewhere = Owner("elsewhere", "1.1", 1, "p", "i")
     registry = Registry(log)
     number = wire.stream_id("s")
-    claim = registry.take(number, "s", "raw", elsewhere, Told().hear)
+    lease = Lease(log)
+    lease.renew()
+    claim = registry.take(Asked(number, "s", "raw"), elsewhere, lease.token, Told().hear)
     assert isinstance(claim, Claim)
     with Peer(listen().address) as peer:
         peer.hello()
         began = time.monotonic()
         for _ in range(8):
-            claim.renew()
+            lease.renew()
             assert peer.notify("s") == wire.NotifyAck(False, number, wire.NEVER)
             time.sleep(0.5)
         assert time.monotonic() > began + 2.5, "longer than its time, which is moved on"
@@ -338,7 +340,7 @@ def test_stopping_sends_connectors_away_with_everything_safe(log: Log) -> None:
         assert peer.next() == wire.Restart("")
         assert peer.next() is None
     (record,) = records(log)
-    assert (record.owner, record.point_of_ref, record.messages) == (None, 5, 1)
+    assert (record.is_owned(), record.point_of_ref, record.messages) == (False, 5, 1)
 
 
 @pytest.mark.row("W6", engine="any")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -17,7 +18,7 @@ from penstock.log.letters import DeadLetter, readable
 from penstock.log.objects import Stream
 from penstock.records.arrow import UTC_MICROSECONDS, codec_of
 from penstock.records.documents import Documents, from_documents, not_json
-from penstock.records.event import DATA
+from penstock.records.event import DATA, now_us
 
 
 class Wrong(NamedTuple):
@@ -25,6 +26,43 @@ class Wrong(NamedTuple):
 
     message: Message
     reason: str
+
+
+class Received(NamedTuple):
+    """What came of a connector stream at once: messages that are stored or told as dead letters,
+    those of them that were `damaged`, and those that were `dropped` since they came again.
+    """
+
+    messages: Sequence[Message]
+    dropped: int
+    damaged: int
+    credits: int
+    error: str
+    """What was wrong with a message, if anything."""
+
+    def added(self, record: SourceRecord) -> SourceRecord:
+        """What is known of the stream with this."""
+        found = msgspec.structs.replace(
+            record,
+            messages=record.messages + len(self.messages),
+            bytes=record.bytes + sum(len(message.payload) for message in self.messages),
+            dropped=record.dropped + self.dropped,
+            damaged=record.damaged + self.damaged,
+            credits=self.credits,
+        )
+        if self.messages:
+            last = self.messages[-1]
+            found = msgspec.structs.replace(
+                found, point_of_ref=last.message_id, lag_ms=_age_ms(last)
+            )
+        if self.error:
+            found = msgspec.structs.replace(found, error=self.error, error_us=now_us())
+        return found
+
+
+def _age_ms(message: Message) -> int | None:
+    age_us = now_us() - message.event_time // 1000
+    return age_us // 1000 if message.event_time else None
 
 
 def to_parts(

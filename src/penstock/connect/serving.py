@@ -11,13 +11,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.connect import effects, wire
 from penstock.connect.addresses import announced, listening_at
-from penstock.connect.effects import PASSING, Close
+from penstock.connect.effects import PASSING, Close, Send
 from penstock.connect.sockets import connections_for, set_up
 from penstock.errors import UsageError
 
@@ -166,7 +166,7 @@ class Connection:
         raise NotImplementedError
 
     def done(self, effect: Any) -> Iterable[Any]:
-        """Do one thing that the session asks for; what follows from it."""
+        """Do one thing that the session asks for, other than sending; what follows from it."""
         raise NotImplementedError
 
     def gone(self, reason: str) -> None:
@@ -197,7 +197,7 @@ class Connection:
             raise
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            self.send(effects.error(f"{PASSING}{told}").frame)
+            self.send([effects.error(f"{PASSING}{told}").frame])
             return f"it failed here: {told}"
 
     def interrupt(self) -> None:
@@ -226,19 +226,31 @@ class Connection:
             self._socket.settimeout(TICK_S)
         return b"".join(parts)
 
-    def send(self, frame: wire.Frame) -> None:
-        self._socket.settimeout(self._send_timeout_s)
-        self._socket.sendall(wire.encode(frame))
-        self._socket.settimeout(TICK_S)
+    def send(self, frames: Sequence[wire.Frame]) -> None:
+        if frames:
+            self._socket.settimeout(self._send_timeout_s)
+            self._socket.sendall(b"".join(map(wire.encode, frames)))
+            self._socket.settimeout(TICK_S)
 
     def carry_out(self, effects: Iterable[Any]) -> str:
-        """Do what the session asks for, one after the other; why it is over, if it is."""
+        """Do what the session asks for, one after the other; why it is over, if it is.
+
+        What it says in a row is sent at once.
+        """
+        said: list[wire.Frame] = []
+        reason = ""
         for effect in effects:
+            if isinstance(effect, Send):
+                said.append(effect.frame)
+                continue
+            self.send(said)
+            said = []
             if isinstance(effect, Close):
                 return effect.reason
             reason = self.carry_out(self.done(effect))
             if reason:
                 return reason
+        self.send(said)
         return ""
 
 

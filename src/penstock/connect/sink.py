@@ -29,7 +29,7 @@ from typing import Protocol, Self
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.effects import PASSING, Send
+from penstock.connect.effects import PASSING
 from penstock.connect.serving import Connection, Server
 from penstock.connect.sinking import (
     Append,
@@ -262,8 +262,6 @@ class _Worker(Connection):
 
     def done(self, effect: Effect) -> Iterable[Effect]:
         match effect:
-            case Send(frame=frame):
-                self.send(frame)
             case Approve():
                 return self._approve(effect)
             case Open(stream=stream):

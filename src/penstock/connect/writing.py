@@ -17,13 +17,13 @@ from typing import Any, Literal, Self
 
 from penstock.connect.codecs import Encoder, encoded
 from penstock.connect.numbering import COUNTED_HERE, OwnNumbers
+from penstock.connect.origin import End
 from penstock.connect.source import (
     END,
     ConnectorOptions,
     Item,
     Source,
     SourceConnector,
-    _End,
 )
 from penstock.errors import BufferFullError, ConnectorError, ConnectorTimeoutError, UsageError
 from penstock.records.event import Key, key_bytes
@@ -263,7 +263,7 @@ class SourceClient:
             self._room.give_back(size_of(data))
             raise
         if is_new:
-            self.connector.wake()
+            self.connector.wake(source.name)
         else:
             self._room.give_back(size_of(data))
 
@@ -323,7 +323,7 @@ class GeneratedSource(Source):
     def handle_reset(self, point_of_ref: int | None) -> None:
         self._items = self._function(point_of_ref)
 
-    def handle_next(self) -> Item | _End | None:
+    def handle_next(self) -> Item | End | None:
         for found in self._items:
             if found is None:
                 return None

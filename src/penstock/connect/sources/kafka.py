@@ -225,7 +225,7 @@ class KafkaTopics:
         if source.put(item) and not source.is_paused:
             consumer.pause([TopicPartition(*source.place)])
             source.is_paused = True
-        self.connector.wake()
+        self.connector.wake(source.name)
 
     def _hear(self, error: KafkaError) -> None:
         """What is no message. Brokers that are away come back; those that never let us in yet, and
