@@ -463,12 +463,14 @@ def test_a_dead_letter_is_made_of_a_message_of_any_size(log: Log, listen: Listen
     with Peer(listen("json", on_damage="dead-letter").address) as peer:
         peer.hello()
         peer.notify("s")
-        keyed = message("s", 2, b"no", b"k" * 5000)
+        keyed, last = message("s", 2, b"no", b"k" * 5000), 2**64 - 2
         peer.send(message("s", 1, b'"%s"' % (b"\xff" * (3 << 20))), keyed, message("s", 3, b"1"))
+        peer.send(message("s", last, b"not either"))
         safe = 0
-        while safe < 3:
+        while safe < last:
             found = peer.next()
             assert isinstance(found, wire.Ack), found
             safe = max([safe, *(point for _, point in found.points)])
     assert [event.id for event in read_events(log, "json")] == ["s/3"]
-    assert [event.id for event in read_events(log, "json_dead")] == ["s/1", "s/2"]
+    dead = [event.id for event in read_events(log, "json_dead")]
+    assert dead == ["s/1", "s/2", f"s/{last}"]

@@ -9,6 +9,9 @@ from penstock.connect import wire
 PASSING = "try again later: "
 """How the reason of a refusal begins that may not hold for long."""
 
+CLOSED = "it closed the connection"
+SENT_AWAY = "it was told to come again"
+
 
 class Send(msgspec.Struct, frozen=True):
     """Send this to the other side."""

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, Self, TypeVar
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.effects import Close
+from penstock.connect.effects import CLOSED, SENT_AWAY, Close
 from penstock.connect.intake import Received, Wrong, to_letters, to_parts
 from penstock.connect.measuring import SourceMeter
 from penstock.connect.registry import (
@@ -66,6 +66,8 @@ GRACE_S = 0.25
 """A connector that comes again at once may find its old connection not yet cleared away."""
 COMMITS_MAX = 8
 START_S = 60.0
+AS_USUAL = (CLOSED, SENT_AWAY)
+"""How connections end that nobody needs to worry about."""
 OnDamage = Literal["stop", "skip", "dead-letter"]
 DAMAGE: dict[OnDamage, str] = {
     "stop": "the connection is ended", "skip": "left out", "dead-letter": "told as a dead letter",
@@ -94,22 +96,31 @@ class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
     hello_timeout_s: float = 10.0
     send_timeout_s: float = 30.0
     on_damage: OnDamage = "stop"
+    decoder: Callable[[bytes], object] | None = None
+    """What makes an event's data of a message; without, a message is JSON, or bytes."""
     metrics_interval_ms: int = 5_000
 
 
 class Listener:
     """Listens while its block lasts; leaving it lets every connection commit what it has.
 
+    `tell` hears who comes and goes, `warn` what connectors do wrong; without it, `tell` does.
+
     with Listener(log, ListenerOptions(routes=[("*", "orders")])) as listener:
         print(listener.address)
     """
 
     def __init__(
-        self, log: Log, options: ListenerOptions, tell: Callable[[str], None] = lambda line: None
+        self,
+        log: Log,
+        options: ListenerOptions,
+        tell: Callable[[str], None] = lambda line: None,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         self.log = log
         self.options = options
         self.tell = tell
+        self.warn = warn or tell
         self.registry = Registry(log, options.policy)
         self.commits = ThreadPoolExecutor(COMMITS_MAX, "penstock-commit")
         self.meter = SourceMeter(log, options.metrics_interval_ms)
@@ -118,7 +129,7 @@ class Listener:
         """The options' routes, with each stream's own name, however they write it."""
         self._server = Server(
             options.address, options.connections_max,
-            lambda peer, where: _Connection(self, peer, where), tell,
+            lambda peer, where: _Connection(self, peer, where), self.warn,
         )  # fmt: skip
 
     @property
@@ -188,7 +199,8 @@ class _Connection(Connection):
     def gone(self, reason: str) -> None:
         with contextlib.suppress(PenstockError):
             self._lease.release()
-        self._listener.tell(f"{self._name} is gone: {reason}")
+        tell = self._listener.tell if reason in AS_USUAL else self._listener.warn
+        tell(f"{self._name} is gone: {reason}")
 
     @property
     def _name(self) -> str:
@@ -226,7 +238,7 @@ class _Connection(Connection):
         if data:
             return self._received(data)
         if data is not None:
-            return [] if self._is_lost else [Flush(), Close("it closed the connection")]
+            return [] if self._is_lost else [Flush(), Close(CLOSED)]
         return []
 
     def _received(self, data: bytes) -> Iterator[Effect]:
@@ -344,13 +356,14 @@ class _Connection(Connection):
         stream = streams[claim.record.stream]
         messages, dropped = intake.taken(), intake.taken_dropped()
         composer, limits = self._composed(), self._log.limits
-        parts, wrong = to_parts(composer, limits, stream, intake.name, messages)
+        decoder = self._listener.options.decoder
+        parts, wrong = to_parts(composer, limits, stream, intake.name, messages, decoder)
         on_damage = self._listener.options.on_damage
         told = self._tell_damage(intake, wrong[0]) if wrong else ""
         if wrong and on_damage == "stop":
             first = wrong[0].message.message_id
             messages = [message for message in messages if message.message_id < first]
-            parts, _ = to_parts(composer, limits, stream, intake.name, messages)
+            parts, _ = to_parts(composer, limits, stream, intake.name, messages, decoder)
             wrong = []
         elif wrong and on_damage == "dead-letter":
             letters = self._log.stream(dead_name(claim.record.stream))
@@ -364,7 +377,7 @@ class _Connection(Connection):
     def _tell_damage(self, intake: Intake, wrong: Wrong) -> str:
         told = f"message {wrong.message.message_id} of {intake.name}: {wrong.reason}"
         becomes = DAMAGE[self._listener.options.on_damage]
-        self._listener.tell(f"{self._name}: {told} ({becomes})")
+        self._listener.warn(f"{self._name}: {told} ({becomes})")
         return told
 
     def _save(self, prepared: Prepared) -> Prepared:

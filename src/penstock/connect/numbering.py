@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 
-COUNTED_HERE = 1 << 63
+COUNTED_HERE = 1 << 62
 """Numbers from here on were given by connectors; authors of programs have smaller ones."""
 LEAP = 1 << 38
 """So far apart that two programs do not meet, and so near that a stream has room for millions."""

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.effects import Close, Send, error
+from penstock.connect.effects import SENT_AWAY, Close, Send, error
 
 State = Literal["connected", "streaming", "closed"]
 ASK_MAX = 256
@@ -236,7 +236,7 @@ class SourceSession:
     def restart(self, address: str = "") -> list[Effect]:
         """Send the connector away; it comes back and asks for its streams anew."""
         self.state = "closed"
-        return [Send(wire.Restart(address)), Close("it was told to come again")]
+        return [Send(wire.Restart(address)), Close(SENT_AWAY)]
 
     def fail(self, reason: str) -> list[Effect]:
         """End the connection, telling why; what was received before is still made durable."""

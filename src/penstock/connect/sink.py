@@ -29,7 +29,7 @@ from typing import Protocol, Self
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.effects import PASSING
+from penstock.connect.effects import CLOSED, PASSING
 from penstock.connect.serving import Connection, Server
 from penstock.connect.sinking import (
     Append,
@@ -50,8 +50,6 @@ from penstock.errors import PenstockError, ProtocolError, UsageError
 from penstock.failpoints import failpoint
 
 TAKEOVER_S = 10.0
-CLOSED = "it closed the connection"
-"""How the connection of a batch ends: nobody needs to hear of each."""
 WORKER = re.compile(r"[\w.@:/=+-]{1,200}\Z")
 FIRST_STREAM = 1
 ABOUT_DATA = (
@@ -231,7 +229,7 @@ class _Worker(Connection):
             with contextlib.suppress(Exception):
                 sink.close()
         self._host.forget(self)
-        if reason != CLOSED:
+        if reason != CLOSED:  # as every batch does
             self._host.tell(f"{self._name} is gone: {reason}")
 
     @property
