@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 
 from penstock.connect import wire
-from penstock.errors import FencedError
+from penstock.errors import ConnectorError, FencedError, UnknownObjectError
 from penstock.log.api import Commit, Holder, Log, Part
 from penstock.log.commit import commit_surely, next_sequence
 from penstock.records.event import now_us
@@ -261,10 +261,47 @@ def _leased(record: SourceRecord, until: bytes | None) -> SourceRecord:
 
 def records(log: Log) -> Iterator[SourceRecord]:
     """Every connector stream that the log knows."""
+    return (record for _, record in numbered_records(log))
+
+
+def numbered_records(log: Log) -> Iterator[tuple[int, SourceRecord]]:
+    """The same, each with its id: names are for people, and may be the same."""
     leases = log.progress_items(LEASES)
-    for packed in log.progress_items(PREFIX).values():
+    for key, packed in log.progress_items(PREFIX).items():
         found = msgspec.json.decode(packed, type=SourceRecord)
-        yield _leased(found, leases.get(f"{LEASES}{found.lease}")) if found.lease else found
+        if found.lease:
+            found = _leased(found, leases.get(f"{LEASES}{found.lease}"))
+        yield int(key.removeprefix(PREFIX), 16), found
+
+
+def amend(
+    log: Log, stream_id: int, change: Callable[[SourceRecord], SourceRecord | None]
+) -> SourceRecord:
+    """Change what is kept of a stream, or forget it; what was kept before.
+
+    Nobody else has the stream meanwhile. Raises `ConnectorError` if somebody has it now.
+    """
+    registry, key = Registry(log), progress_key(stream_id)
+    _check_free(registry.record(stream_id))
+    holder = log.hold(key)
+    before = _check_free(registry.record(stream_id))
+    after = change(before)
+    packed = None if after is None else msgspec.json.encode(after)
+    try:
+        sequence = next_sequence(log, key)
+        commit_surely(log, holder, sequence, Commit(progress={key: packed}))
+    except FencedError:
+        raise ConnectorError(f"a connector has just taken {before.name}: stop it first") from None
+    return before
+
+
+def _check_free(record: SourceRecord | None) -> SourceRecord:
+    if record is None:
+        raise UnknownObjectError("nothing is kept of this connector stream any more")
+    if record.is_owned() and record.owner is not None:
+        who = f"{record.owner.program} {record.owner.instance}".strip()
+        raise ConnectorError(f"the connector {who} has {record.name}: stop it first")
+    return record
 
 
 def progress_key(stream_id: int) -> str:
