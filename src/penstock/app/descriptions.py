@@ -125,7 +125,7 @@ class SinkDescription(StreamDescription[T]):
         )  # fmt: skip
 
     def in_script(
-        self, folder: Path | None = None, options: SinkOptions = SinkOptions()
+        self, folder: Path | str | None = None, options: SinkOptions = SinkOptions()
     ) -> SinkClient[T]:
         """The program's half, which reads; what it has not read yet is kept in `folder`."""
         return SinkClient(

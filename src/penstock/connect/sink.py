@@ -1,15 +1,18 @@
 """For authors of sinks: what is particular to a target, and the host around it.
 
-    class Lines(Sink):
-        def __init__(self, worker): ...
-        def open(self, committed, kept): ...  # what was neither committed nor voted for is gone
-        def append(self, messages): ...
-        def flush(self): ...                  # durable, not yet visible
-        def commit(self, start, end): ...     # visible; may be called again after a crash
-        def abort(self, start): ...           # everything from `start` on is gone
+    class Lines:
+        def __init__(self, worker: str) -> None: ...
+        def open(self, committed: int, kept: int | None) -> None: ...
+        def append(self, messages: Sequence[Message]) -> None: ...
+        def flush(self) -> None: ...                        # durable, not yet visible
+        def commit(self, start: int, end: int) -> None: ... # visible; may be called again
+        def abort(self, start: int) -> None: ...            # everything from `start` on is gone
+        def close(self) -> None: ...
 
-    with SinkHost(Lines, Path("lines"), SinkOptions(address="127.0.0.1:6068")) as host:
+    with SinkHost(Lines, "lines", SinkOptions(address="127.0.0.1:6068")) as host:
         ...
+
+docs/connectors.md has one that works.
 
 Protocol, transactions, points of reference and what goes wrong are the host's.
 """
@@ -120,14 +123,14 @@ class SinkHost:
     def __init__(
         self,
         make: Callable[[str], Sink],
-        folder: Path,
+        folder: Path | str,
         options: SinkOptions = SinkOptions(),
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.make = make
         self.options = options
         self.tell = tell
-        self.transactions = TransactionLog(folder)
+        self.transactions = TransactionLog(Path(folder))
         self._active: dict[str, _Worker] = {}
         self._latest: dict[str, tuple[int, ...]] = {}
         self._known: set[str] = set()

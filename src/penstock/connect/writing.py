@@ -337,9 +337,10 @@ def source(name: str) -> Callable[[Generated], Callable[[], Source]]:
 
         @source("lines")
         def lines(after):
-            for number, line in enumerate(open("x.txt")):
-                if after is None or number > after:
-                    yield line, number
+            with open("x.txt") as file:
+                for number, line in enumerate(file):
+                    if after is None or number > after:
+                        yield line, number
 
         SourceConnector("127.0.0.1:6067", [lines()])
 

@@ -38,8 +38,8 @@ class FileSink:
     says where in the file they end.
     """
 
-    def __init__(self, folder: Path, worker: str, separator: bytes = b"\n") -> None:
-        safe = safe_name(worker)
+    def __init__(self, folder: Path | str, worker: str, separator: bytes = b"\n") -> None:
+        folder, safe = Path(folder), safe_name(worker)
         self.path = folder / f"{safe}.out"
         self._ends = folder / f"{safe}.ends"
         self._separator = separator

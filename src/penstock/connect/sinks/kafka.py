@@ -62,7 +62,7 @@ class KafkaSink:
         servers: str,
         worker: str,
         topic: str,
-        folder: Path,
+        folder: Path | str,
         *,
         settings: Settings | None = None,
         standings: str = STANDINGS,
@@ -70,7 +70,7 @@ class KafkaSink:
         self._worker = worker
         self._topic = topic
         self._standings = standings
-        self._folder = folder
+        self._folder = Path(folder)
         self._file_name = safe_name(worker)
         self._settings = {"bootstrap.servers": servers, "log_level": 0, **(settings or {})}
         self._cluster = Cluster(Address("", servers, ""), KafkaOptions(), settings or {})

@@ -87,14 +87,14 @@ class FileSource(Source):
     def __init__(
         self,
         name: str,
-        path: Path,
+        path: Path | str,
         *,
         until_end: bool = False,
         on_gone: Literal["fail", "skip"] = "fail",
         quiet_s: float = QUIET_S,
     ) -> None:
         super().__init__(name)
-        self._path = path
+        self._path = path = Path(path)
         self._until_end = until_end
         self._on_gone = on_gone
         self._quiet_s = quiet_s
