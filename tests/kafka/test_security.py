@@ -103,6 +103,25 @@ def test_sasl(sasl: Brokers, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert PASSWORD not in told.out + told.err
 
 
+@pytest.mark.parametrize("command", ["kafka", "kafka-sink"])
+def test_a_wrong_password_ends_a_connector(
+    sasl: Brokers, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("GUESS", "guessed")
+    given = {
+        "security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.username": "app",
+        "sasl.password": "@env:GUESS",
+    }  # fmt: skip
+    settings = [part for item in given.items() for part in ("--setting", "=".join(item))]
+    servers = sasl.url.removeprefix("kafka://").partition("/")[0]
+    own = ["--group", "g"] if command == "kafka" else ["--state", str(tmp_path)]
+    assert main(["connect", command, servers, "orders", *own, *settings]) in (1, 2)
+    told = capsys.readouterr()
+    assert "does not let this client in" in told.err
+    assert "guessed" not in told.out + told.err
+
+
 def test_nobody_is_there(tmp_path: Path) -> None:
     with pytest.raises(LogUnreachableError, match="Connection refused"):
         use("kafka://127.0.0.1:9", tmp_path, broker_timeout_ms="1500")

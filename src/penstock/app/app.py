@@ -191,23 +191,33 @@ class App:
         names: Sequence[str] = (),
         cookie: str = "",
         policy: Policy = "oldest",
+        on_damage: OnError | None = None,
+        decoder: Callable[[bytes], object] | None = None,
     ) -> AppStream[T]:
         """Fill a stream from source connectors, which come to `host:port`, or `auto:NAME`.
 
         Those whose streams are called like this one are taken, with partitions or without; or
         those that fit a pattern in `names`. Elsewhere than on loopback a cookie is needed.
+
+        `decoder` makes an event's data of a message; without, a message is JSON, or bytes.
+        `on_damage` is what becomes of messages that are none, or that the stream cannot hold:
+        they end the connection, are left out, or become dead letters. It is as the stream's own,
+        unless it is given.
         """
         where = caller()
         called = name or f"{to.name}_listener"
         self.check_input(where, called, to)
         check_place(where, address, check_address)
         one_of(where, f"listener {called}: policy", policy, Policy)
+        damage = on_damage or to.on_damage
+        one_of(where, f"listener {called}: on_damage", damage, OnError)
         if not is_closed(address, cookie):
             raise AppError(f"{where}: anybody who reaches {address} could write: set a cookie")
         self.define(
             Listening(
                 name=called, inputs=(), outputs=(to,), location=where, address=address,
                 names=tuple(names) or (to.name, f"{to.name}.*"), cookie=cookie, policy=policy,
+                on_damage=damage, decoder=decoder,
             )
         )  # fmt: skip
         return to
@@ -402,11 +412,13 @@ class App:
         workers: int = 2,
         cookie: str = "",
         timeout: Duration = "60 seconds",
+        encoder: Callable[..., bytes] | None = None,
     ) -> None:
         """Push the events of a stream into a sink connector at `host:port`, or `auto:NAME`, each
         once.
 
-        Rows go to one of `workers` connections by their key, as JSON or as the bytes they are.
+        Rows go to one of `workers` connections by their key, as JSON, as the bytes they are, or
+        as what `encoder` makes of an event's data.
         The number of workers is part of what the sink remembers: it must not change.
         """
         where = caller()
@@ -420,7 +432,8 @@ class App:
         self.define(
             Sinking(
                 name=called, inputs=(stream,), outputs=(), location=where, address=address,
-                workers=workers, cookie=cookie, timeout_s=timeout_us / 1e6,
+                workers=workers, cookie=cookie, encoder=encoder,
+                timeout_s=timeout_us / 1e6,
             )
         )  # fmt: skip
 

@@ -124,22 +124,28 @@ class DeadLetters(Definition):
 
 @dataclass(eq=False, frozen=True, kw_only=True)
 class Sinking(Definition):
-    """Events pushed into a sink connector."""
+    """Events pushed into a sink connector; `encoder` gives their bytes, if it is not JSON."""
 
     address: str
     workers: int
     cookie: str = field(repr=False)
     timeout_s: float
+    encoder: Callable[..., bytes] | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
 class Listening(Definition):
-    """A stream that source connectors feed; `names` are patterns of theirs."""
+    """A stream that source connectors feed; `names` are patterns of theirs.
+
+    `decoder` makes events of their messages, if those are not JSON.
+    """
 
     address: str
     names: tuple[str, ...]
     cookie: str = field(repr=False)
     policy: Policy
+    on_damage: OnError = "stop"
+    decoder: Callable[[bytes], object] | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import typer
 
 from penstock.cli.options import AtOption, check_closed, examples
-from penstock.cli.output import note, say, stopping
+from penstock.cli.output import flush, note, say, stopping
+from penstock.connect.credentials import BY_NAME, hide, reveal
 from penstock.connect.sink import Sink, SinkHost, SinkOptions
 from penstock.connect.sinks.file import FileSink
 from penstock.connect.source import ConnectorOptions, Source, SourceConnector
@@ -33,7 +33,28 @@ ToOption = Annotated[
     ),
 ]
 CookieOption = Annotated[
-    str, typer.Option(envvar="PENSTOCK_COOKIE", help="What the other side wants to know.")
+    str,
+    typer.Option(
+        envvar="PENSTOCK_COOKIE",
+        parser=reveal,
+        metavar="SECRET",
+        help=f"What the other side wants to know. {BY_NAME}",
+    ),
+]
+RedisArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL", parser=reveal, show_default=False, help=f"redis://HOST:PORT/DB. {BY_NAME}"
+    ),
+]
+PostgresArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL",
+        parser=reveal,
+        show_default=False,
+        help=f"postgresql://USER@HOST/DATABASE. {BY_NAME}",
+    ),
 ]
 NameOption = Annotated[
     str | None,
@@ -50,7 +71,9 @@ StateOption = Annotated[
 ]
 SettingOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="Any setting of librdkafka; may be repeated."),
+    typer.Option(
+        metavar="NAME=VALUE", help=f"Any setting of librdkafka; may be repeated. {BY_NAME}"
+    ),
 ]
 LISTENER = "127.0.0.1:6067"
 SINK = "127.0.0.1:6068"
@@ -142,7 +165,7 @@ def kafka_source(  # noqa: PLR0913  one parameter per option
     ),
 )
 def redis_source(  # noqa: PLR0913  one parameter per option
-    url: Annotated[str, typer.Argument(help="redis://HOST:PORT/DB.")],
+    url: RedisArgument,
     key: Annotated[str, typer.Argument(metavar="NAME", help="The stream, or the channel.")],
     group: Annotated[str, typer.Option(help="Read the stream through this consumer group.")] = "",
     subscribe: Annotated[
@@ -160,10 +183,8 @@ def redis_source(  # noqa: PLR0913  one parameter per option
     with needing("redis"):
         from penstock.connect.sources import redis, redis_channel
 
-    found = urlsplit(url)
-    server = (
-        f"redis/{_host(found.hostname or '')}:{found.port or 6379}/{found.path.strip('/') or 0}"
-    )
+    host, rest = redis.server_of(url)
+    server = f"redis/{_host(host)}:{rest}"
     source: Source
     if subscribe:
         called = name or f"{server}/channel/{key}"
@@ -184,7 +205,7 @@ def redis_source(  # noqa: PLR0913  one parameter per option
     ),
 )
 def postgres_source(
-    url: Annotated[str, typer.Argument(help="postgresql://USER@HOST/DATABASE.")],
+    url: PostgresArgument,
     channel: Annotated[str, typer.Argument(help="The channel to listen on.")],
     table: Annotated[
         str, typer.Option(help="Send the rows of this table; notifications only announce them.")
@@ -232,9 +253,9 @@ def run_source(source: Source, to: str, cookie: str, instance: str) -> None:
 
 def _setting(text: str) -> tuple[str, str]:
     name, mark, value = text.partition("=")
-    if not name or not mark:
-        raise UsageError(f"{text!r} is no setting: write NAME=VALUE")
-    return name, value
+    if not name or not mark:  # not shown: it may be the value
+        raise UsageError("a --setting without a name, or without =: write NAME=VALUE")
+    return name, reveal(value)
 
 
 # Sinks
@@ -261,7 +282,7 @@ def file_sink(
     ),
 )
 def redis_sink(
-    url: Annotated[str, typer.Argument(help="redis://HOST:PORT/DB.")],
+    url: RedisArgument,
     state: StateOption,
     hash_: Annotated[str, typer.Option("--hash", help="Keep a hash NAME:KEY for each key.")] = "",
     channel: Annotated[str, typer.Option(help="Publish to this channel.")] = "",
@@ -276,12 +297,12 @@ def redis_sink(
     if sum(map(bool, (hash_, channel, stream))) != 1:
         raise UsageError("say where it goes: one of --hash, --channel and --stream")
 
-    def make(worker: str) -> Sink:
+    def make(worker: str) -> redis.RedisHashSink | redis.RedisPublishSink:
         if hash_:
             return redis.RedisHashSink(url, worker, hash_)
         return redis.RedisPublishSink(url, worker, channel=channel, stream=stream)
 
-    run_sink(make, state, SinkOptions(address=at, cookie=cookie))
+    run_sink(make, state, SinkOptions(address=at, cookie=cookie), lambda: make("").check())
 
 
 @connect.command(
@@ -291,7 +312,7 @@ def redis_sink(
     ),
 )
 def postgres_sink(
-    url: Annotated[str, typer.Argument(help="postgresql://USER@HOST/DATABASE.")],
+    url: PostgresArgument,
     table: Annotated[str, typer.Argument(help="The table, with a unique index on its keys.")],
     key: Annotated[list[str], typer.Option(help="A column by which rows are found.")],
     state: StateOption,
@@ -308,11 +329,10 @@ def postgres_sink(
     with needing("postgres"):
         from penstock.connect.sinks.postgres import PostgresSink
 
-    run_sink(
-        lambda worker: PostgresSink(url, worker, table, key, rehearse=rehearse, timeout_s=timeout),
-        state,
-        SinkOptions(address=at, cookie=cookie),
-    )
+    def make(worker: str) -> PostgresSink:
+        return PostgresSink(url, worker, table, key, rehearse=rehearse, timeout_s=timeout)
+
+    run_sink(make, state, SinkOptions(address=at, cookie=cookie), lambda: make("").check())
 
 
 @connect.command(
@@ -332,16 +352,33 @@ def kafka_sink(
         from penstock.connect.sinks.kafka import KafkaSink
 
     settings = dict(_setting(item) for item in setting or [])
-    run_sink(
-        lambda worker: KafkaSink(servers, worker, topic, state, settings=settings), state,
-        SinkOptions(address=at, cookie=cookie),
-    )  # fmt: skip
+
+    def make(worker: str) -> KafkaSink:
+        return KafkaSink(servers, worker, topic, state, settings=settings)
+
+    run_sink(make, state, SinkOptions(address=at, cookie=cookie), lambda: make("").check())
 
 
-def run_sink(make: Callable[[str], Sink], state: Path, options: SinkOptions) -> None:
-    """Run a sink until it is stopped."""
+def run_sink(
+    make: Callable[[str], Sink],
+    state: Path,
+    options: SinkOptions,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a sink until it is stopped; raises why its target cannot be used, if it cannot.
+
+    `check` looks at the target before anybody comes; one that is only away is waited for.
+    """
     check_closed(options.address, options.cookie)
+    try:
+        check()
+    except UsageError:
+        raise
+    except Exception as error:
+        note(f"the target is away ({hide(str(error))}): workers are told to try again")
     stop = threading.Event()
     with stopping(stop, "connections are ended"), SinkHost(make, state, options, note) as host:
         say("listening at {}:{}".format(*host.address))
-        stop.wait()
+        flush()
+        while not stop.wait(TICK_S):
+            host.check()

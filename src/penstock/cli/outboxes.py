@@ -10,6 +10,7 @@ import typer
 from penstock import outbox
 from penstock.cli.options import LogOption, LogOptionsOption, examples, open_named
 from penstock.cli.output import note, say, stopping
+from penstock.connect.credentials import BY_NAME, reveal
 
 outboxes = typer.Typer(
     no_args_is_help=True, help="Publish events that were written in a database's transactions."
@@ -17,8 +18,8 @@ outboxes = typer.Typer(
 DatabaseArgument = Annotated[
     str,
     typer.Argument(
-        metavar="DATABASE", envvar="PENSTOCK_DATABASE", show_default=False,
-        help="sqlite:///path, or postgresql://user@host/name.",
+        metavar="DATABASE", envvar="PENSTOCK_DATABASE", show_default=False, parser=reveal,
+        help=f"sqlite:///path, or postgresql://user@host/name. {BY_NAME}",
     ),
 ]  # fmt: skip
 

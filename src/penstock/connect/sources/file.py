@@ -16,7 +16,7 @@ from typing import IO, Literal
 
 import msgspec
 
-from penstock.connect.source import END, Item, Source, _End
+from penstock.connect.origin import END, End, Item, Source
 from penstock.errors import ConnectorError
 
 OFFSET_BITS = 44
@@ -87,14 +87,14 @@ class FileSource(Source):
     def __init__(
         self,
         name: str,
-        path: Path,
+        path: Path | str,
         *,
         until_end: bool = False,
         on_gone: Literal["fail", "skip"] = "fail",
         quiet_s: float = QUIET_S,
     ) -> None:
         super().__init__(name)
-        self._path = path
+        self._path = path = Path(path)
         self._until_end = until_end
         self._on_gone = on_gone
         self._quiet_s = quiet_s
@@ -120,7 +120,7 @@ class FileSource(Source):
             self._generation = point_of_ref >> OFFSET_BITS
             self._offset = point_of_ref & ((1 << OFFSET_BITS) - 1)
 
-    def handle_next(self) -> Item | _End | None:
+    def handle_next(self) -> Item | End | None:
         while not self._lines:
             if self._file is None and not self._open():
                 self._wait()
