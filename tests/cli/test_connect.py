@@ -10,9 +10,8 @@ import pytest
 
 from penstock import CreateStream, declare, read_events
 from penstock import open as open_log
-from penstock.cli.connect import _setting
 from penstock.cli.main import main
-from penstock.cli.options import parse_options
+from penstock.cli.options import parse_options, parse_setting
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import records
 from penstock.connect.sink import SinkOptions
@@ -47,7 +46,7 @@ def test_two_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
             to = "{}:{}".format(*listener.address)
             for folder in ("a", "b"):
                 path = str(tmp_path / folder / "orders.txt")
-                assert main(["connect", "file", path, "--until-end", "--to", to]) == 0
+                assert main(["connect", "file", path, "--until-idle", "--to", to]) == 0
         found = [event.data for event in read_events(log, "raw")]
         assert found == [b"a0", b"a1", b"b0", b"b1", b"b2"]
         assert len({record.name for record in records(log)}) == 2
@@ -159,7 +158,7 @@ def test_a_secret_is_given_by_name(
     monkeypatch.setenv("PENSTOCK_COOKIE", secret)
     assert main(["connect", "file", "x"]) == 0
     assert found[3:] == [wanted, None]
-    assert _setting(f"sasl.password={secret}") == ("sasl.password", wanted)
+    assert parse_setting(f"sasl.password={secret}") == ("sasl.password", wanted)
     assert parse_options([f"sasl.password={secret}"]) == {"sasl.password": wanted}
 
 

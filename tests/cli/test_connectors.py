@@ -77,7 +77,10 @@ def test_who_has_a_stream_is_shown_and_it_is_not_changed(
             (row,) = printed(capsys)
             assert row["program"] == "penstock"
             assert str(row["instance"]) in str(row["state"])
-            for command in (["forget", "shop", "--yes"], ["rewind", "shop", "--to", "1", "--yes"]):
+            for command in (
+                ["forget", "shop", "--yes"],
+                ["rewind", "shop", "--after", "1", "--yes"],
+            ):
                 assert run(log, *command) == 1
                 said = capsys.readouterr().err
                 assert f"the connector penstock {row['instance']} has shop: stop it first" in said
@@ -90,7 +93,7 @@ def test_a_connector_is_forgotten(log: Log, capsys: pytest.CaptureFixture[str]) 
     write(log, 3, partition="eu")
     write(log, 4, name="other")
     assert run(log, "forget", "shop") == 2
-    assert "add --yes" in capsys.readouterr().err
+    assert "say --yes" in capsys.readouterr().err
     assert len(list(records(log))) == 3
     assert run(log, "forget", "shop", "--yes", "--json") == 0
     assert printed(capsys) == [
@@ -103,17 +106,17 @@ def test_a_connector_is_forgotten(log: Log, capsys: pytest.CaptureFixture[str]) 
 
 def test_a_connector_is_set_back(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     write(log, 0, 1, 2, 3)
-    assert run(log, "rewind", "shop", "--to", "1", "--dry-run", "--json") == 0
+    assert run(log, "rewind", "shop", "--after", "1", "--dry-run", "--json") == 0
     assert printed(capsys) == [{"rewound": "shop", "from": 3, "to": 1, "dry_run": True}]
     assert next(records(log)).point_of_ref == 3
-    assert run(log, "rewind", "shop", "--to", "1") == 2
-    assert "add --yes" in capsys.readouterr().err
-    assert run(log, "rewind", "shop", "--to", "1", "--yes") == 0
+    assert run(log, "rewind", "shop", "--after", "1") == 2
+    assert "say --yes" in capsys.readouterr().err
+    assert run(log, "rewind", "shop", "--after", "1", "--yes") == 0
     assert capsys.readouterr().out == "rewound shop, from 3, to 1\n"
     write(log, 0, 1, 2, 3)
     ids = sorted(event.id for event in read_events(log, "orders"))
     assert ids == ["shop/0", "shop/1", "shop/2", "shop/2", "shop/3", "shop/3"]
-    assert run(log, "rewind", "shop", "--to", "start", "--yes", "--json") == 0
+    assert run(log, "rewind", "shop", "--after", "start", "--yes", "--json") == 0
     assert printed(capsys) == [{"rewound": "shop", "from": 3, "to": None}]
 
 
@@ -121,11 +124,11 @@ def test_a_connector_is_set_back(log: Log, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "why"),
     [
         (["show", "shp"], "there is no connector 'shp': did you mean shop or shop.eu?"),
-        (["show", "xyz"], "there is no connector 'xyz'; see `penstock connector list`"),
+        (["show", "xyz"], "there is no connector 'xyz': see `penstock connector list`"),
         (["forget", "xyz", "--yes"], "there is no connector 'xyz'"),
-        (["rewind", "shop", "--to", "9", "--yes"], "what lies between would never be stored"),
-        (["rewind", "shop", "--to", "-1", "--yes"], "'-1' is no number of a message"),
-        (["rewind", "s*", "--to", "0", "--yes"], "is several connector streams (shop, shop.eu)"),
+        (["rewind", "shop", "--after", "9", "--yes"], "what lies between would never be stored"),
+        (["rewind", "shop", "--after", "-1", "--yes"], "'-1' is no number of a message"),
+        (["rewind", "s*", "--after", "0", "--yes"], "is several connector streams (shop, shop.eu)"),
     ],
 )
 def test_mistakes_are_told(
@@ -152,6 +155,6 @@ def test_a_sink_is_shown_and_not_changed(
             (row,) = printed(capsys)
             assert (row["kind"], row["connector"], row["messages"]) == ("sink", "shop.out-0", 1)
             for command in (["forget", "shop.out-0", "--yes"],
-                            ["rewind", "shop.out-0", "--to", "start", "--yes"]):  # fmt: skip
+                            ["rewind", "shop.out-0", "--after", "start", "--yes"]):  # fmt: skip
                 assert run(test.log, *command) == 2
                 assert "is a sink: `penstock reset" in capsys.readouterr().err

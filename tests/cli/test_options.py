@@ -16,12 +16,6 @@ from penstock.cli.main import command
 from tests.cli.conftest import Run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
-OWED = ("penstock connect", "penstock listen", "penstock outbox ")
-"""Commands that do not follow the list yet."""
-
-
-def is_owed(path: str) -> bool:
-    return path.startswith(OWED)
 
 
 class Option(NamedTuple):
@@ -82,16 +76,13 @@ def test_a_command_is_in_the_docs_and_its_help_has_examples(path: str) -> None:
 @pytest.mark.parametrize("path", sorted(set(commands()) - {"penstock"}))
 def test_a_command_that_prints_can_print_json(path: str) -> None:
     has_json = "--json" in {option.name for option in options() if option.command == path}
-    if not has_json and is_owed(path):
-        pytest.xfail("connectors do not follow yet")
     assert has_json
 
 
 def test_every_option_is_in_the_one_list_and_means_one_thing() -> None:
     wrong = [(option, why) for option in options() for why in faults(option)]
-    told = [f"{o.command} {o.name} {why}" for o, why in wrong if not is_owed(o.command)]
+    told = [f"{o.command} {o.name} {why}" for o, why in wrong]
     assert not told, "\n" + "\n".join(told)
-    assert any(is_owed(option.command) for option, _ in wrong), "nothing is owed: remove OWED"
 
 
 def faults(option: Option) -> Iterator[str]:

@@ -165,7 +165,7 @@ def test_the_relay_is_killed_at(database: str, log: Log, step: str) -> None:
 def kill_the_relay(database: str, log: Log, step: str) -> None:
     prepare(database)
     pay(database, range(50))
-    command = [sys.executable, "-m", "penstock.cli", "outbox", "relay", database, "--until-empty",
+    command = [sys.executable, "-m", "penstock.cli", "outbox", "relay", database, "--until-idle",
                "--log", log.url]  # fmt: skip
     armed = {**os.environ, ENVIRONMENT: f"{step}=kill"}
     killed = subprocess.run(command, env=armed, timeout=60, check=False, capture_output=True)

@@ -25,6 +25,7 @@ from penstock.cli.options import (
     JsonOption,
     LogOption,
     LogOptionsOption,
+    UntilIdleOption,
     YesOption,
     examples,
     log_url,
@@ -94,9 +95,7 @@ def run(  # noqa: PLR0913  a parameter for each option
         list[str] | None,
         typer.Option("--only", metavar="NAME", help="Run only this definition; may be repeated."),
     ] = None,
-    until_idle: Annotated[
-        bool, typer.Option("--until-idle", help="End when everything there is has been handled.")
-    ] = False,
+    until_idle: UntilIdleOption = False,
     batch_rows: Annotated[
         int,
         typer.Option("--batch-rows", metavar="N", min=1, help="At most so many events in a batch."),

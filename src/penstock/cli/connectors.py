@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -15,20 +13,23 @@ import typer
 from penstock.app.reports import SinkRow, sink_rows
 from penstock.cli.options import (
     AtOption,
+    DryRunOption,
     JsonOption,
     LogOption,
     LogOptionsOption,
+    YesOption,
     check_closed,
     examples,
     open_named,
 )
-from penstock.cli.output import flush, note, say, say_json, stopping, table
+from penstock.cli.output import confirm, count, note, say, say_json, say_listening, stopping, table
 from penstock.connect.credentials import BY_NAME, reveal
 from penstock.connect.listener import Listener, ListenerOptions, OnDamage
 from penstock.connect.registry import SourceRecord, amend, numbered_records, records
 from penstock.connect.wire import NEVER
 from penstock.errors import UnknownObjectError, UsageError
 from penstock.log.api import Log
+from penstock.log.names import guess
 from penstock.records.event import from_microseconds
 
 connectors = typer.Typer(no_args_is_help=True, help="Look at connectors.")
@@ -49,7 +50,7 @@ def listen(  # noqa: PLR0913  one parameter per option
     context: typer.Context,
     stream: Annotated[
         str | None,
-        typer.Argument(metavar="[STREAM]", help="Where everything goes.", show_default=False),
+        typer.Argument(metavar="STREAM", help="Where everything goes.", show_default=False),
     ] = None,
     route: Annotated[
         list[str] | None,
@@ -63,6 +64,7 @@ def listen(  # noqa: PLR0913  one parameter per option
     cookie: Annotated[
         str,
         typer.Option(
+            "--cookie",
             envvar="PENSTOCK_COOKIE",
             parser=reveal,
             metavar="SECRET",
@@ -71,18 +73,21 @@ def listen(  # noqa: PLR0913  one parameter per option
     ] = "",
     policy: Annotated[
         Literal["oldest", "takeover"],
-        typer.Option(help="Who gets a stream that two connectors want."),
+        typer.Option("--policy", help="Who gets a stream that two connectors want."),
     ] = "oldest",
     credits_: Annotated[
-        int, typer.Option("--credits", min=2, help="How many frames may be on their way.")
+        int,
+        typer.Option("--credits", metavar="N", min=2, help="How many frames may be on their way."),
     ] = 32_768,
     on_damage: Annotated[
         OnDamage,
         typer.Option(
+            "--on-damage",
             help="What becomes of messages that the stream cannot hold: they end the connection, "
-            "are left out, or are told in the stream NAME_dead."
+            "are left out, or are told in the stream NAME_dead.",
         ),
     ] = "stop",
+    json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
@@ -105,8 +110,7 @@ def listen(  # noqa: PLR0913  one parameter per option
         stopping(stop, "connectors are sent away"),
         Listener(opened, options, note) as listener,
     ):
-        say("listening at {}:{}".format(*listener.address))
-        flush()
+        say_listening(*listener.address, json)
         stop.wait()
 
 
@@ -160,7 +164,6 @@ NameArgument = Annotated[
         help="A connector stream, with all of its partitions, or a pattern such as 'kafka/*'.",
     ),
 ]  # fmt: skip
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @connectors.command(
@@ -211,7 +214,8 @@ def forget(
         found = _chosen(opened, connector)
         names = ", ".join(record.name for _, record in found[:10])
         more = f" and {len(found) - 10:,} others" if len(found) > 10 else ""
-        confirm(f"Forget {names}{more}, and up to where the log has them?", yes)
+        what = f"forget {names}{more}, and up to where the log has them"
+        confirm(f"{what.capitalize()}?", f"this would {what}", yes=yes)
         for number, record in found:
             amend(opened, number, lambda record: None)
             _say_done({"forgot": record.name, "was_up_to": _point(record)}, json)
@@ -220,23 +224,22 @@ def forget(
 @connectors.command(
     "rewind",
     epilog=examples(
-        "penstock connector rewind orders --to 4711 --dry-run",
-        "penstock connector rewind orders --to start --yes",
+        "penstock connector rewind orders --after 4711 --dry-run",
+        "penstock connector rewind orders --after start --yes",
     ),
 )
 def rewind(
     context: typer.Context,
     connector: NameArgument,
-    to: Annotated[
+    after: Annotated[
         str,
         typer.Option(
+            "--after",
             metavar="NUMBER",
             help="The last message that is to count as stored; `start`: none of them.",
         ),
     ],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be done.")
-    ] = False,
+    dry_run: DryRunOption = False,
     yes: YesOption = False,
     json: JsonOption = False,
     log: LogOption = None,
@@ -247,7 +250,7 @@ def rewind(
     Events that are there stay: what is sent again is there twice, under the same ids, unless the
     stream takes its ids from the producer. A connector that is connected is refused.
     """
-    point = _parsed_point(to)
+    point = _parsed_point(after)
     with open_named(context, log, log_option) as opened:
         found = _chosen(opened, connector)
         if point != NEVER:  # a number is that of one stream
@@ -258,23 +261,14 @@ def rewind(
         for _, record in found:
             _check_back(record, point)
         if not dry_run:
-            count = "1 stream" if len(found) == 1 else f"{len(found):,} streams"
-            confirm(f"Set {count} back to {to}? What is sent again is there twice.", yes)
+            what = f"set {count(len(found), 'stream')} back to {after}"
+            question = f"{what.capitalize()}? What is sent again is there twice."
+            confirm(question, f"this would {what}", yes=yes)
         for number, record in found:
             if not dry_run:
                 amend(opened, number, lambda record: _set_back(record, point))
             done = {"rewound": record.name, "from": _point(record), "to": _number(point)}
             _say_done(done | ({"dry_run": True} if dry_run else {}), json)
-
-
-def confirm(question: str, yes: bool) -> None:
-    """Ask; where nobody can answer, only `--yes` will do."""
-    if yes:
-        return
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(f"{question} There is nobody to ask: add --yes")
-    if not typer.confirm(question, err=True):
-        raise typer.Abort
 
 
 def _parsed_point(text: str) -> int:
@@ -328,9 +322,8 @@ def _chosen(opened: Log, connector: str) -> list[tuple[int, SourceRecord]]:
 def _unknown(opened: Log, connector: str) -> UsageError:
     names = [record.name for record in records(opened)]
     names += [row.worker for row in sink_rows(opened)]
-    near = difflib.get_close_matches(connector, names, 3)
-    hint = f": did you mean {' or '.join(near)}?" if near else "; see `penstock connector list`"
-    return UnknownObjectError(f"there is no connector {connector!r}{hint}")
+    hint = guess(connector, names) or "see `penstock connector list`"
+    return UnknownObjectError(f"there is no connector {connector!r}: {hint}")
 
 
 def _say_done(row: Mapping[str, object], json: bool) -> None:

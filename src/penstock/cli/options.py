@@ -56,6 +56,9 @@ JsonOption = Annotated[
 YesOption = Annotated[
     bool, typer.Option("--yes", "-y", help="Do not ask before something is removed.")
 ]
+UntilIdleOption = Annotated[
+    bool, typer.Option("--until-idle", help="End when everything there is has been handled.")
+]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")
 ]

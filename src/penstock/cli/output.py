@@ -74,6 +74,13 @@ def say_json(value: object) -> None:
     say(msgspec.json.encode(value).decode())
 
 
+def say_listening(host: str, port: int, json: bool) -> None:
+    """Say where something listens, at once: others wait for it."""
+    address = f"{host}:{port}"
+    say_json({"listening": address}) if json else say(f"listening at {address}")
+    flush()
+
+
 def note(text: str) -> None:
     """A line for the person who watches, not part of the result."""
     stderr.print(text, soft_wrap=True, markup=False)
