@@ -96,14 +96,12 @@ def faults(option: Option) -> Iterator[str]:
         yield f"has the short form {option.short!r}, not {short!r}"
     if option.is_flag != (value == ""):
         yield "is a flag here and not there"
-    if not option.is_flag and (option.value or "a choice") not in kinds(value):
-        yield f"has the value {option.value!r}, not {value}"
-
-
-def kinds(value: str) -> set[str]:
-    """What an option's value may be called: names in capitals, or words to choose from."""
-    words = value.split(", ")
-    return {word for word in words if word.isupper()} or {"a choice"}
+    words = set(value.split(", "))
+    given = set(option.value.split("|")) if option.value else words
+    if not option.is_flag and not given <= words:
+        yield f"has the value {option.value}, not {value}"
+    if not option.is_flag and not option.value and value.isupper():
+        yield f"does not name its value, which is {value}"
 
 
 def test_the_list_has_nothing_that_is_gone() -> None:
