@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -144,10 +145,10 @@ def test_a_secret_is_given_by_name(
     wanted = "itself" if given == "itself" else "s3cret"
     found: list[object] = []
 
-    def note_source(source: object, to: str, cookie: str, instance: str) -> None:
+    def note_source(source: object, to: str, cookie: str, *rest: object) -> None:
         found.extend([cookie, getattr(source, "_url", None)])
 
-    def note_sink(make: object, state: Path, options: SinkOptions, check: object = None) -> None:
+    def note_sink(make: object, state: Path, options: SinkOptions, *rest: object) -> None:
         found.append(options.cookie)
 
     monkeypatch.setattr("penstock.cli.connect.run_source", note_source)
@@ -194,3 +195,33 @@ def test_a_secret_that_is_not_there_is_told(
     (tmp_path / "odd").write_bytes(b"\xff")
     assert main(["connect", "file", "x", "--cookie", given.format(tmp_path)]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_the_state_of_a_file_source_has_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("a", "b", "state"):
+        (tmp_path / folder).mkdir()
+    with open_log(tmp_path / "log.db") as log:
+        log.apply([CreateStream(declare("raw", content="bytes"))])
+        with Listener(log, ListenerOptions(routes=[("file/*", "raw")])) as listener:
+            to = "{}:{}".format(*listener.address)
+            for text in ("1\n", "2\n"):
+                for folder in ("a", "b"):  # two of one name
+                    with (tmp_path / folder / "x.txt").open("a") as file:
+                        file.write(text)
+                    given = [
+                        "--state",
+                        str(tmp_path / "state"),
+                        "--to",
+                        to,
+                        "--until-idle",
+                        "--json",
+                    ]
+                    path = str(tmp_path / folder / "x.txt")
+                    assert main(["connect", "file", path, *given]) == 0
+                    (line,) = capsys.readouterr().out.splitlines()
+                    assert json.loads(line)["sent"] == 1
+        assert len(list(read_events(log, "raw"))) == 4
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["x.txt"]
+    assert len(list((tmp_path / "state").iterdir())) == 2
