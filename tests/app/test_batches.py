@@ -5,14 +5,29 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from penstock import AlterStream, App, AppStream, Context, DeadLetter, Entry, Event, Record
-from penstock.app.query import Query, QueryLimits
+from penstock import (
+    AlterStream,
+    App,
+    AppStream,
+    Context,
+    DeadLetter,
+    Entry,
+    Event,
+    Log,
+    Producer,
+    Record,
+    TableView,
+)
+from penstock.app.plan import plan
+from penstock.app.query import Executor, Query, QueryLimits
+from penstock.app.runner import InlineBackend, InlineExecutor, build
+from penstock.app.task import BatchOrder, Outcome, Work
 from penstock.errors import QueryFailedError
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
@@ -262,3 +277,68 @@ def test_events_that_are_gone(tmp_path: Path, on_gone: str) -> None:
         else:
             run.until_idle()
             assert run.table(spent) == {"ada": 1 + sum(left)}
+
+
+# What a batch sees, and what it leaves behind
+
+
+def test_what_was_not_acknowledged_is_not_lost_with_the_next_batch(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user", partitions=1)
+    calls: list[str] = []
+    is_free = threading.Event()
+
+    @app.agent(orders, ack="manual")
+    def call(order: Order, context: Context) -> None:
+        calls.append(order.item)
+        if order.item != "busy" or is_free.is_set():
+            context.ack()
+
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "busy"))
+        wait_until(lambda: "busy" in calls, 30, "the first call")
+        for n in range(5):  # batches of their own, before it is tried again
+            run.send(orders, Order("bob", f"item {n}"))
+            wait_until(lambda n=n: f"item {n}" in calls, 30, "the next batch")  # type: ignore[misc]
+        is_free.set()
+        run.until_idle(60)
+    assert calls.count("busy") >= 2
+    assert calls[-1] == "busy"
+
+
+class Meddler(InlineExecutor):
+    """Changes a table between the pin of a batch and the moment it is looked at."""
+
+    def run(self, batch: BatchOrder) -> list[Outcome]:
+        with Producer(self._log) as producer:
+            producer.send("customers", Customer("ada", "too late"), key="ada").result()
+        return super().run(batch)
+
+
+class MeddlingBackend(InlineBackend):
+    def executor(self, log: Log, works: Sequence[Work]) -> Executor:
+        return Meddler(log, works)
+
+
+def test_tables_are_looked_at_as_of_the_pinned_moment(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    customers = app.table("customers", value=Customer)
+    known = orders.lookup(customers)
+    notes = app.stream("notes", Note)
+
+    @app.agent(orders, reads=customers, to=notes)
+    def tell(order: Order, customers: TableView[Customer]) -> Note:
+        found = customers.get(order.user)
+        return Note("none" if found is None else found.city)
+
+    with AppTest(app, tmp_path) as run:
+        run.runner.stop()
+        run.send(customers, Customer("ada", "London"), key="ada")
+        run.send(orders, Order("ada", "tea"))
+        runner = build(run.log, plan(app), MeddlingBackend(), options=run._options)
+        runner.start()
+        assert runner.until_idle(60)
+        runner.stop()
+        assert [event.customers.city for event in run.events(known.name)] == ["London"]
+        assert run.events(notes) == [Note("London")]
