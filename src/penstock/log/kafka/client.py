@@ -55,6 +55,11 @@ MOMENTARY = frozenset({
     KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.OFFSET_NOT_AVAILABLE, KafkaError.CONCURRENT_TRANSACTIONS,
 })  # fmt: skip
+#: the topic or partition is not there: not yet, or not any more
+MISSING = frozenset({
+    KafkaError._NOENT, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_TOPIC_ID,
+    KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC,
+})  # fmt: skip
 _UNREACHABLE = frozenset({
     KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT,
     KafkaError._TIMED_OUT_QUEUE, KafkaError._MSG_TIMED_OUT, KafkaError._RESOLVE,
@@ -167,6 +172,29 @@ class Cluster:
             yield
         finally:
             self._local.deadline = before
+
+    @contextlib.contextmanager
+    def watching(self, check: Callable[[], None]) -> Iterator[None]:
+        """In this thread, call `check` where a topic is missing; it raises if it is gone for good.
+
+        Otherwise it is waited for, as one that was just made.
+        """
+        before: Callable[[], None] | None = getattr(self._local, "check", None)
+        self._local.check = check
+        try:
+            yield
+        finally:
+            self._local.check = before
+
+    def _check_missing(self, error: KafkaException | TimeoutError) -> None:
+        check: Callable[[], None] | None = getattr(self._local, "check", None)
+        if check is None or isinstance(error, TimeoutError) or code_of(error) not in MISSING:
+            return
+        self._local.check = None  # it asks too
+        try:
+            check()
+        finally:
+            self._local.check = check
 
     # Clients
 
@@ -283,6 +311,7 @@ class Cluster:
                 is_over = time.monotonic() > deadline or _is_refusal(self._last_error)
                 if is_over or not _may_pass(error):
                     raise self.translated(error, doing) from error
+                self._check_missing(error)
             patience_s *= 2
             time.sleep(RETRY_PAUSE_S)
             with contextlib.suppress(KafkaException):

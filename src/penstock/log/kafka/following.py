@@ -12,8 +12,8 @@ from penstock.errors import DamagedError
 from penstock.log.batch import Batch
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.messages import decode, offset_of
+from penstock.log.kafka.objects import KafkaStream
 from penstock.log.kafka.reading import is_end
-from penstock.log.objects import Stream
 from penstock.log.read import ReadOptions
 
 POLL_S = 0.1
@@ -22,17 +22,16 @@ WORKERS = 2
 
 
 async def follow(
-    cluster: Cluster, stream: Stream, starts: dict[int, int], ends: dict[int, int],
+    cluster: Cluster, stream: KafkaStream, starts: dict[int, int], ends: dict[int, int],
     options: ReadOptions,
 ) -> AsyncGenerator[Batch, None]:  # fmt: skip
     """Batches of the partitions from `starts`: up to `ends`, or with `follow` on and on."""
-    topic = cluster.address.topic(stream.name)
     left = {p for p, start in starts.items() if options.follow or start < ends[p]}
     if not left:
         return
     consumer = AIOConsumer(cluster.consumer_settings(**{"fetch.wait.max.ms": 20}), WORKERS)
     try:
-        await consumer.assign([TopicPartition(topic, p, starts[p]) for p in sorted(left)])
+        await consumer.assign([TopicPartition(stream.topic, p, starts[p]) for p in sorted(left)])
         while left and not (options.stop is not None and options.stop.is_set()):
             for messages in _by_partition(await consumer.consume(MESSAGES, POLL_S)):
                 partition = int(messages[0].partition() or 0)
@@ -59,7 +58,7 @@ def _by_partition(messages: Iterable[Message]) -> list[list[Message]]:
 
 
 def _taken(
-    cluster: Cluster, stream: Stream, messages: Sequence[Message], end: int | None
+    cluster: Cluster, stream: KafkaStream, messages: Sequence[Message], end: int | None
 ) -> tuple[list[Batch | DamagedError], bool]:
     """The events before `end`, and whether it was reached."""
     good: list[Message] = []

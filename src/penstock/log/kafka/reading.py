@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
@@ -26,11 +26,13 @@ from penstock.log.api import Limits, Offsets
 from penstock.log.batch import Batch
 from penstock.log.kafka.client import REFUSED, Cluster
 from penstock.log.kafka.messages import decode, offset_of
-from penstock.log.objects import Stream
+from penstock.log.kafka.objects import KafkaStream
 
 WAITING_MAX = 64
 READ_POLL_S = 0.2
 DRAIN_S = 0.02
+QUIET_S = 1.0
+"""After so long without a message it is asked whether the stream is still there."""
 _READING = {
     "fetch.wait.max.ms": 5,
     "fetch.message.max.bytes": 4 << 20,
@@ -45,8 +47,11 @@ _WAITING = {"fetch.wait.max.ms": 500, "queued.min.messages": 1, "fetch.message.m
 class Reader:
     """Reads committed events. For any thread."""
 
-    def __init__(self, cluster: Cluster, limits: Limits) -> None:
+    def __init__(
+        self, cluster: Cluster, limits: Limits, check_there: Callable[[KafkaStream], None]
+    ) -> None:
         self._cluster = cluster
+        self._check_there = check_there
         self._limits = limits
         self._waiting: dict[object, Consumer] = {}
         self._lock = threading.Lock()
@@ -54,7 +59,7 @@ class Reader:
 
     # What is there
 
-    def offsets(self, stream: Stream) -> dict[int, Offsets]:
+    def offsets(self, stream: KafkaStream) -> dict[int, Offsets]:
         places = self._places(stream)
         firsts = self._cluster.firsts(places)
         ends = self._cluster.ends(places, committed=True)
@@ -62,29 +67,30 @@ class Reader:
             place[1]: Offsets(firsts[place], max(ends[place], firsts[place])) for place in places
         }
 
-    def _places(self, stream: Stream) -> list[tuple[str, int]]:
-        topic = self._cluster.address.topic(stream.name)
-        return [(topic, partition) for partition in range(stream.partitions)]
+    def _places(self, stream: KafkaStream) -> list[tuple[str, int]]:
+        return [(stream.topic, partition) for partition in range(stream.partitions)]
 
-    def offset_at(self, stream: Stream, partition: int, time_us: int) -> int:
-        topic = self._cluster.address.topic(stream.name)
-        found = self._cluster.offset_at(topic, partition, -(-time_us // 1000))
-        end = self._cluster.ends([(topic, partition)], committed=True)[topic, partition]
+    def offset_at(self, stream: KafkaStream, partition: int, time_us: int) -> int:
+        place = (stream.topic, partition)
+        found = self._cluster.offset_at(*place, -(-time_us // 1000))
+        end = self._cluster.ends([place], committed=True)[place]
         return end if found is None else min(found, end)
 
     # Reading
 
-    def read(self, stream: Stream, partition: int, start: int, end: int | None) -> Iterator[Batch]:
-        topic = self._cluster.address.topic(stream.name)
-        place = (topic, partition)
+    def read(
+        self, stream: KafkaStream, partition: int, start: int, end: int | None
+    ) -> Iterator[Batch]:
+        place = (stream.topic, partition)
         if not 0 <= partition < stream.partitions:
             raise UsageError(
                 f"stream {stream.name} has no partition {partition}: it has 0 to "
                 f"{stream.partitions - 1}"
             )
-        there = self._cluster.ends([place], committed=True)[place]
+        with self._cluster.watching(lambda: self._check_there(stream)):
+            there = self._cluster.ends([place], committed=True)[place]
+            first = self._cluster.firsts([place])[place]
         end = there if end is None else min(end, there)
-        first = self._cluster.firsts([place])[place]
         if start < first:
             raise gone(stream, partition, start, first)
         if start >= end:
@@ -97,12 +103,13 @@ class Reader:
                     yield found
 
     def _messages(
-        self, consumer: Consumer, stream: Stream, partition: int, end: int
+        self, consumer: Consumer, stream: KafkaStream, partition: int, end: int
     ) -> Iterator[list[Message]]:
         """The messages before `end`, in lists of bounded size."""
         held: list[Message] = []
         size = 0
         deadline = time.monotonic() + self._cluster.timeout_s
+        quiet_until = time.monotonic() + QUIET_S
         is_over = False
         while not is_over:
             wanted = self._limits.batch_rows_max - len(held)
@@ -118,7 +125,11 @@ class Reader:
                 size += len(message.value() or b"")
                 is_over = offset == end - 1
                 deadline = time.monotonic() + self._cluster.timeout_s
+                quiet_until = time.monotonic() + QUIET_S
             else:
+                if not is_over and time.monotonic() > quiet_until:
+                    self._check_there(stream)  # librdkafka says nothing of a topic that was removed
+                    quiet_until = time.monotonic() + QUIET_S
                 if not is_over and time.monotonic() > deadline:
                     raise LogUnreachableError(
                         f"stream {stream.name}, partition {partition}: no broker gave events up "
@@ -131,26 +142,24 @@ class Reader:
                 deadline = time.monotonic() + self._cluster.timeout_s
 
     @contextlib.contextmanager
-    def _reading(self, stream: Stream, partition: int, start: int) -> Iterator[Consumer]:
+    def _reading(self, stream: KafkaStream, partition: int, start: int) -> Iterator[Consumer]:
         """A consumer of its own: it reads sooner than one that was paused, or assigned anew."""
         if self._closed:
             raise ClosedError("this log is closed")
         consumer = self._cluster.consumer(**_READING)
         try:
-            topic = self._cluster.address.topic(stream.name)
-            consumer.assign([TopicPartition(topic, partition, start)])
+            consumer.assign([TopicPartition(stream.topic, partition, start)])
             yield consumer
         finally:
             consumer.close()
 
     # Waiting
 
-    def wait(self, stream: Stream, positions: Mapping[int, int], timeout_s: float) -> bool:
+    def wait(self, stream: KafkaStream, positions: Mapping[int, int], timeout_s: float) -> bool:
         """Wait for an event at or past one of the positions."""
         deadline = time.monotonic() + timeout_s
-        topic = self._cluster.address.topic(stream.name)
         places = [
-            TopicPartition(topic, partition, offset)
+            TopicPartition(stream.topic, partition, offset)
             for partition, offset in positions.items()
             if partition < stream.partitions
         ]
@@ -158,7 +167,7 @@ class Reader:
             time.sleep(timeout_s)
             return False
         # Whoever waits in vain waits again for the same: their consumer stays as it is.
-        name = (topic, stream.id, tuple(sorted(positions.items())))
+        name = (stream.id, tuple(sorted(positions.items())))
         with self._lock:
             if self._closed:
                 raise ClosedError("this log is closed")
@@ -210,20 +219,20 @@ def _available(consumer: Consumer, count: int, wait_s: float | None) -> list[Mes
     return [first, *(consumer.consume(count - 1, 0) if count > 1 else ())]
 
 
-def is_end(cluster: Cluster, stream: Stream, message: Message, end: int | None) -> bool:
+def is_end(cluster: Cluster, stream: KafkaStream, message: Message, end: int | None) -> bool:
     """Whether a message that is no event says that `end` was reached; raises what is wrong."""
     error, partition = cast(KafkaError, message.error()), int(message.partition() or 0)
     if error.code() == KafkaError._PARTITION_EOF:
         return end is not None and offset_of(message) >= end
     if error.code() in _GONE:
-        place = (cluster.address.topic(stream.name), partition)
+        place = (stream.topic, partition)
         raise gone(stream, partition, offset_of(message), cluster.firsts([place])[place])
     if error.code() in REFUSED:
         raise cluster.translated(error, f"reading stream {stream.name}")
     return False  # librdkafka tries again by itself
 
 
-def gone(stream: Stream, partition: int, offset: int, first: int) -> OffsetGoneError:
+def gone(stream: KafkaStream, partition: int, offset: int, first: int) -> OffsetGoneError:
     return OffsetGoneError(
         f"stream {stream.name}, partition {partition}: offset {offset} is gone; retention has "
         f"removed everything before {first}: start there, or keep events longer",

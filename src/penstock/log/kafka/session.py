@@ -29,6 +29,7 @@ MESSAGE_BYTES_MAX = 32 << 20
 QUEUE_KIB = 128 << 10
 QUEUE_MESSAGES = 500_000
 ABORT_S = 5.0
+CHECK_S = 0.5
 PARTITION_TRIES_MAX = 100
 
 
@@ -137,13 +138,20 @@ class Session:
                 producer.list_topics(topic, timeout=self._cluster.timeout_s)
                 time.sleep(RETRY_PAUSE_S)
 
-    def flush(self, deadline: float) -> None:
-        """Wait until everything handed over has arrived, and callbacks were called."""
-        left = self._open_producer().flush(max(0.1, deadline - time.monotonic()))
-        if left:
-            raise NotCommittedError from LogUnreachableError(
-                f"{left} messages did not reach Kafka at {self._cluster.address.servers} in time"
-            )
+    def flush(self, deadline: float, check: Callable[[], None]) -> None:
+        """Wait until everything handed over has arrived, and callbacks were called.
+
+        Where that takes long, `check` is called every now and then, which may raise why: of a
+        topic that was removed nothing is heard for long.
+        """
+        producer = self._open_producer()
+        while left := producer.flush(max(0.1, min(CHECK_S, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                servers = self._cluster.address.servers
+                raise NotCommittedError from LogUnreachableError(
+                    f"{left} messages did not reach Kafka at {servers} in time"
+                )
+            check()
 
     def _open_producer(self) -> Producer:
         if self._producer is None:

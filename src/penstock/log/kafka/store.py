@@ -24,7 +24,7 @@ from penstock.errors import DamagedError, LogBusyError, LogError, OffsetGoneErro
 from penstock.log.api import Entry
 from penstock.log.batch import Batch
 from penstock.log.collections import Action, Collection, Collections, replay
-from penstock.log.objects import Stream
+from penstock.log.kafka.objects import KafkaStream
 from penstock.log.sqlite.connection import sql as embedded_sql
 from penstock.log.sqlite.ids import take_new
 from penstock.log.statements import statements
@@ -38,7 +38,7 @@ STALE_US = 20 * 3600 * 1_000_000
 """Compaction leaves deletions alone for a day; a file not used for so long may lack some."""
 UNUSED_US = 30 * 24 * 3600 * 1_000_000
 """Files of other logs that nobody touched for so long are removed."""
-Read = Callable[[Stream, int, int, int], Iterator[Batch]]
+Read = Callable[[KafkaStream, int, int, int], Iterator[Batch]]
 Row = tuple[Any, ...]
 
 
@@ -91,7 +91,7 @@ class Store:
 
     # Catching up
 
-    def catch_up(self, stream: Stream, ends: Mapping[int, int]) -> None:
+    def catch_up(self, stream: KafkaStream, ends: Mapping[int, int]) -> None:
         """Take in what is in these partitions before these offsets."""
         connection = self._connection()
         for partition, end in ends.items():
@@ -99,7 +99,9 @@ class Store:
             if self._next(connection, stream, partition) < end:
                 self._take_in(connection, stream, partition, end)
 
-    def _forget_if_stale(self, connection: apsw.Connection, stream: Stream, partition: int) -> None:
+    def _forget_if_stale(
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int
+    ) -> None:
         """Begin again where compaction may have removed deletions that were not seen here."""
         row = connection.execute(_sql("seen"), (stream.id, partition)).fetchone()
         if row is None or not stream.spec.table or int(row[0]) > now_us() - STALE_US:
@@ -109,7 +111,7 @@ class Store:
                 self._run(connection, name, stream.id, partition)
 
     def _take_in(
-        self, connection: apsw.Connection, stream: Stream, partition: int, end: int
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, end: int
     ) -> None:
         """Batch by batch, so that nobody waits long; another process may do the same."""
         at = self._next(connection, stream, partition)
@@ -128,7 +130,7 @@ class Store:
                         self._run(connection, "save_place", stream.id, partition, end, 0, asked_us)
             at = self._next(connection, stream, partition)
 
-    def _good(self, stream: Stream, partition: int, start: int, end: int) -> Iterator[Batch]:
+    def _good(self, stream: KafkaStream, partition: int, start: int, end: int) -> Iterator[Batch]:
         """What can be read: from where there is something, and for ids without what is damaged."""
         while start < end:
             try:
@@ -143,12 +145,12 @@ class Store:
                     raise
                 start = damage.last_offset + 1
 
-    def _next(self, connection: apsw.Connection, stream: Stream, partition: int) -> int:
+    def _next(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> int:
         row = connection.execute(_sql("place"), (stream.id, partition)).fetchone()
         return 0 if row is None else int(row[0])
 
     def _save(
-        self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, batch: Batch
     ) -> int:
         """Take a batch in; returns before which offset versions were let go."""
         if stream.spec.ids == "producer":
@@ -160,7 +162,7 @@ class Store:
         return 0
 
     def _save_entries(
-        self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, batch: Batch
     ) -> int:
         before_us = now_us() - KEPT_US
         changes = (
@@ -190,7 +192,7 @@ class Store:
 
     @staticmethod
     def _by_value(
-        stream: Stream, batch: Batch, before_us: int
+        stream: KafkaStream, batch: Batch, before_us: int
     ) -> list[tuple[bytes, bytes | None, int]]:
         """Every change counts, since a pin may lie between two; of old ones the last of a key."""
         keys, offsets = batch.keys().to_pylist(), batch.offsets().to_pylist()
@@ -202,7 +204,7 @@ class Store:
         return list(zip(keys, packed(stream, rows), offsets, strict=True))
 
     def _by_action(
-        self, connection: apsw.Connection, stream: Stream, batch: Batch
+        self, connection: apsw.Connection, stream: KafkaStream, batch: Batch
     ) -> list[tuple[bytes, bytes | None, int]]:
         """Sets and lists, by what was done to each."""
         pack, unpack = Collections.of(stream).pack, unpacker(stream)
@@ -228,7 +230,7 @@ class Store:
     # Entries
 
     def get(
-        self, stream: Stream, keys: Sequence[bytes], at: Mapping[int, int] | None
+        self, stream: KafkaStream, keys: Sequence[bytes], at: Mapping[int, int] | None
     ) -> list[Entry | None]:
         found = self._latest(self._connection(), stream.id, sorted(set(keys)), at)
         return [found.get(key) for key in keys]
@@ -247,7 +249,7 @@ class Store:
         return {row[0]: Entry(*row) for row in rows}
 
     def page(
-        self, stream: Stream, after: bytes | None, limit: int, at: Mapping[int, int] | None
+        self, stream: KafkaStream, after: bytes | None, limit: int, at: Mapping[int, int] | None
     ) -> list[Entry]:
         values: tuple[Any, ...] = (stream.id, after or b"", limit)
         if at is not None:
@@ -256,14 +258,14 @@ class Store:
         rows: list[Row] = self._connection().execute(_sql(name), values).fetchall()
         return [Entry(*row) for row in rows]
 
-    def floor(self, stream: Stream, partition: int) -> int:
+    def floor(self, stream: KafkaStream, partition: int) -> int:
         """Before this offset, older versions may have been let go."""
         row = self._connection().execute(_sql("place"), (stream.id, partition)).fetchone()
         return 0 if row is None else int(row[1])
 
     # Ids
 
-    def held(self, stream: Stream, ids: Sequence[str]) -> list[int]:
+    def held(self, stream: KafkaStream, ids: Sequence[str]) -> list[int]:
         """The rows whose ids the stream holds, or that repeat one before them."""
         connection = self._connection()
         with self._writing(connection, undo=True):
@@ -271,13 +273,13 @@ class Store:
 
     # Upkeep
 
-    def forget_ids(self, stream: Stream, before_us: int) -> None:
+    def forget_ids(self, stream: KafkaStream, before_us: int) -> None:
         """Forget ids of events that are gone; integers stay, as ranges they take little."""
         connection = self._connection()
         with self._writing(connection):
             self._run(connection, "forget_ids", stream.id, before_us)
 
-    def forget_others(self, streams: Sequence[Stream]) -> None:
+    def forget_others(self, streams: Sequence[KafkaStream]) -> None:
         """Forget what belongs to streams that are no more."""
         kept = msgspec.json.encode([stream.id for stream in streams]).decode()
         connection = self._connection()
@@ -337,7 +339,7 @@ class Rows:
         return self._connection.execute(_sql(name), cast(Any, given)).fetchall()
 
 
-def _rank(stream: Stream, key: bytes, partition: int) -> int:
+def _rank(stream: KafkaStream, key: bytes, partition: int) -> int:
     """The latest growth of the stream after which the key lives in this partition."""
     if len(stream.grown) == 1:
         return 0

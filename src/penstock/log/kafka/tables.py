@@ -13,9 +13,9 @@ import msgspec
 from penstock.errors import LimitError, PinExpiredError
 from penstock.log.api import Entry, Limits, Pin
 from penstock.log.kafka.client import Cluster
+from penstock.log.kafka.objects import KafkaStream
 from penstock.log.kafka.reading import Reader
 from penstock.log.kafka.store import Store
-from penstock.log.objects import Stream
 from penstock.log.table import check_table
 
 SNAPSHOT_ROWS = 4096
@@ -41,19 +41,20 @@ class Tables:
         self._given_back: set[str] = set()
 
     def get(
-        self, stream: Stream, keys: Sequence[bytes], at: Pin | None, *, settled: bool = False
+        self, stream: KafkaStream, keys: Sequence[bytes], at: Pin | None, *, settled: bool = False
     ) -> list[Entry | None]:
         check_table(stream)
         homes = sorted({home for key in keys for home in stream.homes(key)})
         if at is None and settled:
-            topic = self._cluster.address.topic(stream.name)
-            ends = self._cluster.settled_ends([(topic, home) for home in homes])
-            self.store.catch_up(stream, {home: ends[topic, home] for home in homes})
+            ends = self._cluster.settled_ends([(stream.topic, home) for home in homes])
+            self.store.catch_up(stream, {home: ends[stream.topic, home] for home in homes})
             return self.store.get(stream, keys, None)
         with self._caught_up(stream, self._places(stream, at), homes) as (store, places):
             return store.get(stream, keys, places)
 
-    def page(self, stream: Stream, after: bytes | None, limit: int, at: Pin | None) -> list[Entry]:
+    def page(
+        self, stream: KafkaStream, after: bytes | None, limit: int, at: Pin | None
+    ) -> list[Entry]:
         check_table(stream)
         if not 1 <= limit <= self._limits.page_rows_max:
             raise LimitError(
@@ -62,7 +63,7 @@ class Tables:
         with self._caught_up(stream, self._places(stream, at)) as (store, places):
             return store.page(stream, after, limit, places)
 
-    def snapshot(self, stream: Stream) -> Iterator[list[Entry]]:
+    def snapshot(self, stream: KafkaStream) -> Iterator[list[Entry]]:
         check_table(stream)
         moment = self._ends([stream]).get(stream.id, {})
         after: bytes | None = None
@@ -74,7 +75,7 @@ class Tables:
             yield rows
             after = rows[-1].key
 
-    def pin(self, streams: Sequence[Stream], duration_s: float) -> Pin:
+    def pin(self, streams: Sequence[KafkaStream], duration_s: float) -> Pin:
         """Remember where each table ends now; Kafka keeps the rest."""
         ends = self._ends([stream for stream in streams if stream.spec.table])
         expires = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=duration_s)
@@ -85,7 +86,7 @@ class Tables:
             self._given_back.clear()
         self._given_back.add(pin.token)
 
-    def _places(self, stream: Stream, pin: Pin | None) -> Places | None:
+    def _places(self, stream: KafkaStream, pin: Pin | None) -> Places | None:
         if pin is None:
             return None
         if pin.token in self._given_back or pin.expires <= dt.datetime.now(dt.UTC):
@@ -94,9 +95,9 @@ class Tables:
             )
         return msgspec.json.decode(pin.token, type=Pinned).ends.get(stream.id, {})
 
-    def _ends(self, streams: Sequence[Stream]) -> dict[int, Places]:
+    def _ends(self, streams: Sequence[KafkaStream]) -> dict[int, Places]:
         """Where the partitions of these streams end now, by the stream's id."""
-        names = {self._cluster.address.topic(stream.name): stream for stream in streams}
+        names = {stream.topic: stream for stream in streams}
         places = [(name, p) for name, stream in names.items() for p in range(stream.partitions)]
         found: dict[int, Places] = {}
         for (name, partition), end in self._cluster.ends(places, committed=True).items():
@@ -105,7 +106,7 @@ class Tables:
 
     @contextlib.contextmanager
     def _caught_up(
-        self, stream: Stream, at: Places | None, partitions: Sequence[int] | None = None
+        self, stream: KafkaStream, at: Places | None, partitions: Sequence[int] | None = None
     ) -> Iterator[tuple[Store, Places | None]]:
         """A store that has everything up to then; and `at`, where it may have more."""
         chosen = range(stream.partitions) if partitions is None else partitions

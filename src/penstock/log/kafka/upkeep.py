@@ -16,11 +16,11 @@ from penstock.log.api import Upkeep
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line
 from penstock.log.kafka.messages import offset_of
+from penstock.log.kafka.objects import KafkaStream
 from penstock.log.kafka.session import Sessions, TakenError, UnknownError
 from penstock.log.kafka.staging import PARTITIONS, Place, Staging, Tag
 from penstock.log.kafka.store import Store
 from penstock.log.kafka.writing import explained
-from penstock.log.objects import Stream
 from penstock.records.event import now_us
 
 EPHEMERAL_S = 7 * 24 * 3600
@@ -38,7 +38,7 @@ class Housekeeper:
         self._staging = staging
         self._store = store
 
-    def round(self, streams: Sequence[Stream]) -> Upkeep:
+    def round(self, streams: Sequence[KafkaStream]) -> Upkeep:
         expired = sum(self._expire(stream) for stream in streams)
         self._store.forget_others(streams)
         self._store.remove_unused()
@@ -53,12 +53,11 @@ class Housekeeper:
 
     # Retention
 
-    def _expire(self, stream: Stream) -> int:
+    def _expire(self, stream: KafkaStream) -> int:
         """Remove events that are older than the stream keeps them; the number of partitions."""
         if stream.spec.retention_ms is None or stream.spec.table:
             return 0
-        topic = self._cluster.address.topic(stream.name)
-        places = [(topic, partition) for partition in range(stream.partitions)]
+        places = [(stream.topic, partition) for partition in range(stream.partitions)]
         firsts = self._cluster.firsts(places)
         ends = self._cluster.ends(places, committed=True)
         before_ms = now_us() // 1000 - stream.spec.retention_ms

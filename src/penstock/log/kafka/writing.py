@@ -46,7 +46,7 @@ from penstock.log.api import (
 from penstock.log.checks import check_columns, check_held, check_stageable, repeated
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line, progress_line
-from penstock.log.kafka.objects import Catalogue
+from penstock.log.kafka.objects import Catalogue, KafkaStream, StreamGoneError
 from penstock.log.kafka.sending import Prepared, Sent, prepare
 from penstock.log.kafka.session import (
     NotCommittedError,
@@ -57,7 +57,6 @@ from penstock.log.kafka.session import (
 )
 from penstock.log.kafka.staging import Staging, Tag
 from penstock.log.kafka.tables import Tables
-from penstock.log.objects import Stream
 from penstock.log.partitioning import chunks
 from penstock.records.event import from_microseconds, ids_of, now_us, numbered
 
@@ -176,6 +175,8 @@ class Writer:
                 failed = LogUnreachableError(str(_cause(error)))
             except NotCommittedError as error:
                 failed = _cause(error)
+            except StreamGoneError as error:
+                failed = LogBusyError(str(error))  # commit to the one that is there now
             except (FencedError, SequenceError) as error:
                 return self._found_out(holder, sequence, error)
             except CommitOutcomeUnknownError:
@@ -221,7 +222,9 @@ class Writer:
         1. Open the producer's session, unless it is open, and look at its line of the ledger.
         2. The holder must hold it, and the sequence be new; a repeated one returns its outcome.
         3. Send the events, wait until they have offsets, then send progress and the outcome.
-        4. Commit the transaction, and wait until readers see it.
+        4. Look whether the streams are still what they were: whoever drops or changes one after
+           that does so while this commit is under way.
+        5. Commit the transaction, and wait until readers see it.
         """
         with self._sessions.using(f"producer.{holder.producer}") as session:
             state = _held(holder, self._opened(session, holder.producer))
@@ -230,13 +233,13 @@ class Writer:
             prepared = self._prepared(holder, sequence, commit)
             failpoint("commit.prepared")
             with self._writer(session, holder, prepared) as (writer, compared):
-                sent = [Sent(item, self._topic(item.stream)) for item in compared]
+                sent = [Sent(item) for item in compared]
                 after = self._transact(writer, session, holder, sequence, sent, commit, deadline)
             session.state = after
         done = after.committed
         assert done is not None  # noqa: S101  just made
         self._reached(holder.producer)
-        self._until_visible(done.placements)
+        self._until_visible([item.stream.topic for item in sent], done.placements)
         return done
 
     @staticmethod
@@ -253,12 +256,18 @@ class Writer:
         self, writer: Session, session: Session, holder: Holder, sequence: int,
         sent: Sequence[Sent], commit: Commit, deadline: float,
     ) -> ProducerState:  # fmt: skip
+        streams = [item.stream for item in sent]
+
+        def glance() -> None:
+            with contextlib.suppress(LogUnreachableError), self._cluster.within(time.monotonic()):
+                self._check_unchanged(streams)
+
         def fill() -> ProducerState:
             failpoint("commit.begun")
             for item in sent:
                 item.send(writer)
             failpoint("commit.blobs")
-            writer.flush(deadline)
+            writer.flush(deadline, glance)
             failpoint("commit.index")
             times = [item.time_ms for item in sent if item.time_ms is not None]
             committed = Committed(
@@ -277,7 +286,8 @@ class Writer:
             for line in [*lines, producer_line(holder.producer, state)]:
                 writer.send(self._ledger.topic, line.partition, line.key, line.value)
             failpoint("commit.progress")
-            writer.flush(deadline)
+            self._check_unchanged(streams)
+            writer.flush(deadline, glance)
             failpoint("commit.producer")
             return state
 
@@ -290,8 +300,12 @@ class Writer:
             writer.close()
             raise
 
-    def _topic(self, stream: Stream) -> str:
-        return self._cluster.address.topic(stream.name)
+    def _check_unchanged(self, streams: Sequence[KafkaStream]) -> None:
+        """Undo the transaction if one of its streams has changed since it was prepared."""
+        for stream in self._catalogue.look_again(streams) if streams else ():
+            raise NotCommittedError from LogBusyError(
+                f"stream {stream.name} was changed while it was written to: commit again"
+            )
 
     # What is to be written
 
@@ -320,7 +334,11 @@ class Writer:
         return made
 
     def _staged(
-        self, holder: Holder, sequence: int, pieces: Sequence[Piece], streams: Mapping[str, Stream]
+        self,
+        holder: Holder,
+        sequence: int,
+        pieces: Sequence[Piece],
+        streams: Mapping[str, KafkaStream],
     ) -> dict[int, pa.RecordBatch]:
         numbers = [number for piece in pieces for number in piece.batches]
         if len(set(numbers)) < len(numbers):
@@ -350,7 +368,7 @@ class Writer:
                 "stream, since each has a writer of its own; commit them one after the other"
             )
         stream = next(iter(comparing.values()))
-        name = self._topic(stream)
+        name = stream.topic
         if name not in session.state.via:
             via = (*session.state.via, name)
             state = msgspec.structs.replace(session.state, via=via)
@@ -364,10 +382,12 @@ class Writer:
             yield ids, self._without_held(stream, prepared)
             failpoint("commit.ids")
 
-    def _without_held(self, stream: Stream, prepared: Sequence[Prepared]) -> list[Prepared]:
+    def _without_held(self, stream: KafkaStream, prepared: Sequence[Prepared]) -> list[Prepared]:
         """Without the events whose ids the stream holds already."""
-        place = (self._topic(stream), 0)  # nobody else can write there while we compare
-        self._tables.store.catch_up(stream, {0: self._cluster.settled_ends([place])[place]})
+        place = (stream.topic, 0)  # nobody else can write there while we compare
+        with self._cluster.watching(lambda: self._catalogue.check_there(stream)):
+            end = self._cluster.settled_ends([place])[place]
+        self._tables.store.catch_up(stream, {0: end})
         mine = [item for item in prepared if item.stream.id == stream.id]
         ids = [
             id_ for item in mine for chunk in item.chunks for id_ in ids_of(chunk.batch).to_pylist()
@@ -386,20 +406,19 @@ class Writer:
 
     # Being seen
 
-    def _until_visible(self, placements: Sequence[Placement]) -> None:
+    def _until_visible(self, topics: Sequence[str], placements: Sequence[Placement]) -> None:
         """Wait until what was committed can be read; only for so long, for it is safe anyway."""
         last: dict[tuple[str, int], int] = {}
-        for placement in placements:
-            with contextlib.suppress(PenstockError):  # dropped in the meantime, or out of reach
-                topic = self._topic(self._catalogue.stream(placement.stream))
-                for partition, first, rows in placement.ranges:
-                    last[topic, partition] = max(last.get((topic, partition), 0), first + rows - 1)
+        for topic, placement in zip(topics, placements, strict=True):
+            for partition, first, rows in placement.ranges:
+                last[topic, partition] = max(last.get((topic, partition), 0), first + rows - 1)
         deadline = time.monotonic() + VISIBLE_S
         while last and time.monotonic() < deadline:
             try:
-                ends = self._cluster.ends(list(last), committed=True)
+                with self._cluster.within(deadline):
+                    ends = self._cluster.ends(list(last), committed=True)
             except LogError:
-                return
+                return  # dropped in the meantime, or out of reach
             last = {place: offset for place, offset in last.items() if ends[place] <= offset}
             if last:
                 time.sleep(0.001)
