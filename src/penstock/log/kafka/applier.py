@@ -14,6 +14,7 @@ Kafka knows no such session when topics are made, configured and removed. Theref
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -44,8 +45,8 @@ from penstock.log.names import OBJECTS
 from penstock.log.objects import Defaults, ObjectChanged, describe_change, to_event
 from penstock.records.event import now_us
 
-TRIES_MAX = 100
-PAUSE_S = 0.05
+TRIES_MAX = 50
+PAUSE_S, PAUSE_S_MAX = 0.05, 2.0
 LEFT_ALONE_US = 60 * 1_000_000
 """For so long the removal of a topic is left to the process that wrote it down."""
 Work = Callable[[Draft], list[ObjectChanged]]
@@ -82,7 +83,7 @@ class Applier:
         5. Do it, and strike it out.
         """
         own: Mapping[str, Duty] | None = None
-        for _ in range(TRIES_MAX):
+        for tries in range(TRIES_MAX):
             with self._sessions.using(SESSION) as session, explained():
                 try:
                     if not session.is_open:
@@ -94,7 +95,8 @@ class Applier:
                     self._settle(session, own)
                     return
                 except (TakenError, UnknownError):
-                    time.sleep(PAUSE_S)  # then look again at what is there
+                    longest_s = min(PAUSE_S_MAX, PAUSE_S * 2**tries)
+                    time.sleep(random.uniform(PAUSE_S, longest_s))  # noqa: S311  to take turns
                 except (LogError, NotCommittedError):
                     if own is None:
                         raise
@@ -144,9 +146,20 @@ class Applier:
                     self._topics.carry_out(topic, duty, draft.stream_in(topic))
                     spend = isinstance(duty, Removal) and topic not in own
                     draft.settle(topic, spend=spend)
-        self._write(session, draft, [])
+        self._send(session, draft, [])
 
     def _write(self, session: Session, draft: Draft, notes: Sequence[ObjectChanged]) -> None:
+        """Write a change down, and find out whether that has happened."""
+        try:
+            self._send(session, draft, notes)
+        except UnknownError:
+            session.open()
+            self._catalogue.look()
+            lines = self._catalogue.lines()
+            if any(lines.get(key) != value for key, value in draft.values.items()):
+                raise
+
+    def _send(self, session: Session, draft: Draft, notes: Sequence[ObjectChanged]) -> None:
         if not draft.values:
             return
         deadline = time.monotonic() + self._cluster.timeout_s
@@ -157,14 +170,7 @@ class Applier:
                 session.send(self._catalogue.topic, 0, key.encode(), value)
             session.send_all(self._cluster.address.topic(OBJECTS), 0, told)
 
-        try:
-            session.transact(fill, deadline)
-        except UnknownError:
-            session.open()
-            self._catalogue.look()
-            lines = self._catalogue.lines()
-            if any(lines.get(key) != value for key, value in draft.values.items()):
-                raise
+        session.transact(fill, deadline)
         self._catalogue.look()
 
     def _told(self, notes: Sequence[ObjectChanged]) -> list[Message]:

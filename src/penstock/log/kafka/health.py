@@ -26,6 +26,7 @@ class PartitionHealth(msgspec.Struct, frozen=True, kw_only=True):
     """A partition of a stream: its leader, the brokers that hold it, and those that keep up."""
 
     stream: str
+    topic: str
     partition: int
     leader: int | None
     replicas: tuple[int, ...]
@@ -89,6 +90,7 @@ def _partitions(
             found.append(
                 PartitionHealth(
                     stream=str(stream.name),
+                    topic=stream.topic,
                     partition=number,
                     leader=None if part.leader < 0 else part.leader,
                     replicas=tuple(part.replicas),

@@ -296,7 +296,7 @@ class Draft:
         about = msgspec.json.decode(self._lines["log"], type=About)
         number, topic = about.next_stream, plain
         if not adopted:
-            number, topic = self._free_topic(plain, number)
+            number, topic = self._free_topic(plain, number, resolved.partitions)
         moved = topic != plain
         self._write(
             "log",
@@ -317,7 +317,7 @@ class Draft:
         if not adopted:
             self.new[topic] = resolved
 
-    def _free_topic(self, plain: str, number: int) -> tuple[int, str]:
+    def _free_topic(self, plain: str, number: int, partitions: int) -> tuple[int, str]:
         """An id for a stream, and a topic that holds no other: of its own name, if that is free.
 
         It is not free while a topic of this name is to be removed, and never again if somebody
@@ -327,8 +327,9 @@ class Draft:
         taken = (f"unsettled/{plain}", f"dropped/{plain}", f"spent/{plain}")
         if plain not in self.gone and not any(key in self._lines for key in taken):
             return number, plain
-        while f"{plain}._{number}" in self.there:
-            number += 1  # left by a process that died before it wrote the stream down
+        # One may be left by a process that died before it wrote the stream down.
+        while self.there.get(f"{plain}._{number}", partitions) != partitions:
+            number += 1
         return number, f"{plain}._{number}"
 
     def _change(self, resolved: Resolved) -> None:
