@@ -182,18 +182,26 @@ def test_a_stream_that_compares_ids_is_written_by_several_producers_of_a_process
     assert [event.data.amount for event in read_events(kafka, "s", Order)] == [1, 2, 3, 5]
 
 
-def test_a_dropped_stream_may_come_back_in_the_same_change(kafka: Log) -> None:
-    from penstock import DropStream
-
-    create(kafka, "s")
-    with Producer(kafka) as producer:
-        producer.send("s", Order("a", 1))
-    spec = kafka.stream("s").spec
-    kafka.apply([DropStream("s"), CreateStream(spec)])
-    assert list(orders(kafka, "s")) == []
-    with Producer(kafka) as producer:
-        producer.send("s", Order("a", 2))
-    assert [event.data.amount for event in orders(kafka, "s")] == [2]
+@pytest.mark.parametrize("streams", [2, 6])
+def test_a_producer_writes_to_more_streams_that_compare_ids_than_sessions_are_kept(
+    url: str, tmp_path: Path, streams: int
+) -> None:
+    names = [f"s{number}" for number in range(streams)]
+    with open_log(
+        url, create=True, cache=str(tmp_path), upkeep_interval_ms=0, sessions_max=3
+    ) as log:
+        for name in names:
+            create(log, name, ids="producer", key=None)
+        for _ in range(2):
+            holder = log.hold("relay")
+            for again in range(2):
+                last = log.last_commit("relay")
+                first = 0 if last is None else last.sequence + 1
+                for sequence, name in enumerate(names, first):
+                    part = make_part(log, name, [again], ids=[again])
+                    log.commit(holder, sequence, Commit(parts=[part]))
+        for name in names:
+            assert [event.data.amount for event in orders(log, name)] == [0, 1]
 
 
 def test_the_local_file_keeps_only_what_is_there(url: str, tmp_path: Path) -> None:

@@ -87,14 +87,16 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
     how long the cluster gives up the transaction of a process that died; `staged_retention_ms`
     how long staged events are kept for their commit. `cache` is the folder in which tables are
     materialised (PENSTOCK_CACHE, if it is not given). `upkeep_interval_ms` is how often a
-    process that commits sweeps what was staged and never committed; 0 is never. Options with a
-    dot in their name are librdkafka's own.
+    process that commits sweeps what was staged and never committed; 0 is never. `sessions_max` is
+    how many transactional producers are kept open. Options with a dot in their name are
+    librdkafka's own.
     """
 
     broker_timeout_ms: int = 30_000
     transaction_timeout_ms: int = 20_000
     staged_retention_ms: int = 3_600_000
     upkeep_interval_ms: int = 10_000
+    sessions_max: int = 32
     cache: str | None = None
 
 

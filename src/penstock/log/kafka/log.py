@@ -144,7 +144,7 @@ class KafkaLog:
             self._tables, self._limits,
         )  # fmt: skip
         self._housekeeper = Housekeeper(
-            self._cluster, self._sessions, self._ledger, self._staging, self._tables.store
+            self._cluster, self._writer, self._ledger, self._staging, self._tables.store
         )
         self._closing.callback(self._tables.store.close)
         self._closing.callback(self._caretaker.close)

@@ -24,7 +24,6 @@ from penstock.log.kafka.messages import Headers
 T = TypeVar("T")
 Message = tuple[bytes | None, bytes | None, Headers]
 Told = Callable[[KafkaError | None, Any], None]
-SESSIONS_MAX = 32
 MESSAGE_BYTES_MAX = 32 << 20
 QUEUE_KIB = 128 << 10
 QUEUE_MESSAGES = 500_000
@@ -50,7 +49,9 @@ class Session:
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
+        self.users = 0
+        """How many threads have it, or wait for it."""
         self.state = ProducerState()
         """As of the opening, and of what was committed since: nobody else can have changed it."""
         self.openings = 0
@@ -225,7 +226,10 @@ class Session:
 
 
 class Sessions:
-    """The open sessions of a log, by name; the ones used longest ago are closed. For any thread."""
+    """The open sessions of a log, by name. For any thread.
+
+    Of those that nobody uses, the ones used longest ago are closed where there are too many.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -238,18 +242,20 @@ class Sessions:
         with self._lock:
             session = self._known.pop(name, None) or Session(self._cluster, name)
             self._known[name] = session  # the latest comes last
-            surplus = [
-                other
-                for other in list(self._known.values())[: max(0, len(self._known) - SESSIONS_MAX)]
-                if other is not session and other.lock.acquire(blocking=False)
-            ]
+            session.users += 1
+            idle = [other for other in self._known.values() if not other.users]
+            too_many = max(0, len(self._known) - self._cluster.options.sessions_max)
+            surplus = idle[:too_many]
             for other in surplus:
                 del self._known[other.name]
         for other in surplus:
             other.close()
-            other.lock.release()
-        with session.lock:
-            yield session
+        try:
+            with session.lock:
+                yield session
+        finally:
+            with self._lock:
+                session.users -= 1
 
     def close(self) -> None:
         with self._lock:

@@ -56,6 +56,11 @@ class View:
             marked = {p for (_, p), end in ends.items() if wait and settled[self._topic, p] == end}
             self._read(self._opened(list(wanted)), wanted, marked)
 
+    def reached(self, partition: int) -> int:
+        """The offset up to which a partition was read."""
+        with self.lock:
+            return self._next.get(partition, 0)
+
     def _opened(self, partitions: list[int]) -> Consumer:
         """The consumer, reading these partitions from where they were left."""
         if self._consumer is None:

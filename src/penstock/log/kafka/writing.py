@@ -95,13 +95,38 @@ class Writer:
             with self._sessions.using(f"producer.{producer}") as session, explained():
                 with contextlib.suppress(TakenError, UnknownError):
                     state = self._opened(session, producer)
+                    is_new = state.epoch == 0
                     held = msgspec.structs.replace(
-                        state, epoch=state.epoch + 1, ephemeral=ephemeral, time_us=now_us()
+                        state,
+                        epoch=self._ledger.unused_epoch(producer) if is_new else state.epoch + 1,
+                        ephemeral=ephemeral and (state.ephemeral or is_new),
+                        time_us=now_us(),
+                        via=self._still_there(state.via),
                     )
                     self._save_state(session, producer, held)
                     failpoint("hold.epoch")
                     return Holder(producer, held.epoch)
         raise LogBusyError(f"the producer {producer} is opened by others all the time: stop them")
+
+    def forget(self, producer: str, before_us: int) -> bool:
+        """Strike an ephemeral producer out, unless it was used since `before_us`."""
+        with self._sessions.using(f"producer.{producer}") as session, explained():
+            session.close()
+            try:
+                state = self._opened(session, producer)  # from now on nobody else uses it
+                if state.epoch == 0 or not state.is_forgettable(before_us):
+                    return False
+                session.save(self._ledger.topic, producer_line(producer, None))
+                return True
+            except (TakenError, UnknownError):
+                return False
+            finally:
+                session.close()
+
+    def _still_there(self, topics: Sequence[str]) -> tuple[str, ...]:
+        """Those that hold streams: others are not written to any more."""
+        there = {stream.topic for stream in self._catalogue.streams()} if topics else ()
+        return tuple(topic for topic in topics if topic in there)
 
     def _opened(self, session: Session, producer: str) -> ProducerState:
         """What the ledger says of the producer that the session is of, and nobody can change."""
@@ -293,8 +318,8 @@ class Writer:
 
         try:
             return writer.transact(fill, deadline)
-        except NotCommittedError:
-            raise
+        except (NotCommittedError, TakenError):
+            raise  # it did not happen
         except BaseException:
             session.close()  # it must be found out anew what became of it
             writer.close()
@@ -368,19 +393,26 @@ class Writer:
                 "stream, since each has a writer of its own; commit them one after the other"
             )
         stream = next(iter(comparing.values()))
-        name = stream.topic
-        if name not in session.state.via:
-            via = (*session.state.via, name)
-            state = msgspec.structs.replace(session.state, via=via)
-            self._save_state(session, holder.producer, state)
-        with self._sessions.using(_ids_session(name)) as ids:
-            if not ids.is_open or session.opened_with.get(name) != ids.openings:
-                # Somebody else compared since, here or elsewhere; they may also have opened our
-                # producer. Whoever opens that opens this one too.
-                session.close()
-                raise TakenError
+        with self._sessions.using(_ids_session(stream.topic)) as ids:
+            self._bind(session, holder.producer, ids, stream.topic)
             yield ids, self._without_held(stream, prepared)
             failpoint("commit.ids")
+
+    def _bind(self, session: Session, producer: str, ids: Session, topic: str) -> None:
+        """Let the session of a stream write for a producer: only as long as that is ours.
+
+        Whoever opens the producer also opens the sessions that its line names, and so closes this
+        one. If somebody did before it was opened here, writing the line fails.
+        """
+        state = session.state
+        is_bound = ids.is_open and session.opened_with.get(topic) == ids.openings
+        if is_bound and topic in state.via:
+            return
+        if not ids.is_open:
+            ids.open()
+        via = state.via if topic in state.via else (*state.via, topic)
+        self._save_state(session, producer, msgspec.structs.replace(state, via=via))
+        session.opened_with[topic] = ids.openings
 
     def _without_held(self, stream: KafkaStream, prepared: Sequence[Prepared]) -> list[Prepared]:
         """Without the events whose ids the stream holds already."""
