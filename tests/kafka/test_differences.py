@@ -182,6 +182,31 @@ def test_a_stream_that_compares_ids_is_written_by_several_producers_of_a_process
     assert [event.data.amount for event in read_events(kafka, "s", Order)] == [1, 2, 3, 5]
 
 
+def test_a_fenced_producer_does_not_take_a_session_for_its_own_that_another_one_opened(
+    url: str, tmp_path: Path
+) -> None:
+    """The one that it had opened was closed since, for there were too many."""
+    with (
+        open_log(
+            url, create=True, cache=str(tmp_path / "a"), upkeep_interval_ms=0, sessions_max=4
+        ) as log,
+        open_log(url, cache=str(tmp_path / "b"), upkeep_interval_ms=0) as elsewhere,
+    ):
+        create(log, "plain")
+        create(log, "s", ids="producer", key=None)
+        fenced = log.hold("fenced")
+        log.commit(fenced, 0, Commit(parts=[make_part(log, "s", [1], ids=[1])]))
+        log.commit(fenced, 1, Commit(parts=[make_part(log, "plain", [1])]))
+        others = [log.hold(f"other{number}") for number in range(3)]  # closes the stream's
+        log.commit(fenced, 2, Commit(parts=[make_part(log, "plain", [1])]))
+        successor = elsewhere.hold("fenced")
+        log.commit(others[-1], 0, Commit(parts=[make_part(log, "s", [2], ids=[2])]))
+        with pytest.raises(PenstockError, match="was opened again"):
+            log.commit(fenced, 3, Commit(parts=[make_part(log, "s", [3], ids=[3])]))
+        elsewhere.commit(successor, 3, Commit(parts=[make_part(log, "s", [4], ids=[4])]))
+        assert [event.data.amount for event in orders(log, "s")] == [1, 2, 4]
+
+
 @pytest.mark.parametrize("streams", [2, 6])
 def test_a_producer_writes_to_more_streams_that_compare_ids_than_sessions_are_kept(
     url: str, tmp_path: Path, streams: int

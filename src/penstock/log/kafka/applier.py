@@ -31,6 +31,7 @@ from penstock.log.kafka.objects import (
     Duty,
     Removal,
 )
+from penstock.log.kafka.producers import explained
 from penstock.log.kafka.session import (
     Message,
     NotCommittedError,
@@ -40,7 +41,6 @@ from penstock.log.kafka.session import (
     UnknownError,
 )
 from penstock.log.kafka.topics import Topics
-from penstock.log.kafka.writing import explained
 from penstock.log.names import OBJECTS
 from penstock.log.objects import Defaults, ObjectChanged, describe_change, to_event
 from penstock.records.event import now_us

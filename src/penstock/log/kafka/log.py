@@ -49,6 +49,7 @@ from penstock.log.kafka.following import follow
 from penstock.log.kafka.health import Health, health
 from penstock.log.kafka.ledger import Ledger
 from penstock.log.kafka.objects import FORMATS, Catalogue, Draft, KafkaStream, StreamGoneError
+from penstock.log.kafka.producers import Producers
 from penstock.log.kafka.reading import Reader
 from penstock.log.kafka.session import Sessions
 from penstock.log.kafka.staging import Staging
@@ -95,6 +96,7 @@ class KafkaLog:
         self._catalogue = Catalogue(self._cluster)
         self._sessions = Sessions(self._cluster)
         self._ledger = Ledger(self._cluster)
+        self._producers = Producers(self._sessions, self._ledger, self._catalogue)
         self._staging = Staging(self._cluster)
         self._reader = Reader(self._cluster, limits, self._catalogue.check_there)
         self._composer = Composer("penstock", limits)
@@ -140,11 +142,11 @@ class KafkaLog:
             self._applier.settle_leftovers()
         self._tables = Tables(self._cluster, self._reader, self._limits, self._cache(about.id))
         self._writer = Writer(
-            self._cluster, self._sessions, self._ledger, self._catalogue, self._staging,
+            self._cluster, self._producers, self._ledger, self._catalogue, self._staging,
             self._tables, self._limits,
         )  # fmt: skip
         self._housekeeper = Housekeeper(
-            self._cluster, self._writer, self._ledger, self._staging, self._tables.store
+            self._cluster, self._producers, self._ledger, self._staging, self._tables.store
         )
         self._closing.callback(self._tables.store.close)
         self._closing.callback(self._caretaker.close)
@@ -234,7 +236,7 @@ class KafkaLog:
     def hold(self, producer: str, *, ephemeral: bool = False) -> Holder:
         self._check_open()
         check_producer(producer)
-        return self._writer.hold(producer, ephemeral)
+        return self._producers.hold(producer, ephemeral)
 
     def last_commit(self, producer: str) -> Committed | None:
         self._check_open()

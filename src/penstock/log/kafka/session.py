@@ -9,6 +9,7 @@ a commit or abort that is still on its way can then never hit a later transactio
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ QUEUE_MESSAGES = 500_000
 ABORT_S = 5.0
 CHECK_S = 0.5
 PARTITION_TRIES_MAX = 100
+_openings = itertools.count(1)
 
 
 class NotCommittedError(Exception):
@@ -54,7 +56,8 @@ class Session:
         """How many threads have it, or wait for it."""
         self.state = ProducerState()
         """As of the opening, and of what was committed since: nobody else can have changed it."""
-        self.openings = 0
+        self.opening = 0
+        """Which opening it is, of all in this process."""
         self.opened_with: dict[str, int] = {}
         """Sessions that write for this one's producer, and which opening of theirs was its."""
         self._cluster = cluster
@@ -87,7 +90,7 @@ class Session:
                         error, f"opening the producer {self.name}"
                     ) from error
         self._producer = producer
-        self.openings += 1
+        self.opening = next(_openings)
 
     @property
     def is_open(self) -> bool:

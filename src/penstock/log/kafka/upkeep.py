@@ -16,9 +16,9 @@ from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.ledger import Ledger, ProducerState
 from penstock.log.kafka.messages import offset_of
 from penstock.log.kafka.objects import KafkaStream
+from penstock.log.kafka.producers import Producers
 from penstock.log.kafka.staging import PARTITIONS, Place, Staging, Tag
 from penstock.log.kafka.store import Store
-from penstock.log.kafka.writing import Writer
 from penstock.records.event import now_us
 
 PRODUCER_KEPT_US = 7 * 24 * 3600 * 1_000_000
@@ -28,10 +28,10 @@ class Housekeeper:
     """Carries out rounds of upkeep; beside readers and writers, and beside others of its kind."""
 
     def __init__(
-        self, cluster: Cluster, writer: Writer, ledger: Ledger, staging: Staging, store: Store
+        self, cluster: Cluster, producers: Producers, ledger: Ledger, staging: Staging, store: Store
     ) -> None:
         self._cluster = cluster
-        self._writer = writer
+        self._producers = producers
         self._ledger = ledger
         self._staging = staging
         self._store = store
@@ -111,7 +111,7 @@ class Housekeeper:
         """Strike ephemeral producers out that have not committed for long."""
         before_us = now_us() - PRODUCER_KEPT_US
         old = [name for name, state in producers.items() if state.is_forgettable(before_us)]
-        return sum(self._writer.forget(name, before_us) for name in old)
+        return sum(self._producers.forget(name, before_us) for name in old)
 
 
 def _is_live(tag: Tag, state: ProducerState | None) -> bool:

@@ -1,13 +1,4 @@
-"""Commits on Kafka: numbered, fenced, and one transaction each.
-
-A process commits for a producer only while its session of that name is open: opening it closes
-every other one, and only then is the ledger read. So what a session knows of its producer is
-right until a commit fails, and then everything is opened and read again.
-
-Events of an `ids="producer"` stream are written by a session of the stream's own, since only
-one writer at a time can compare with the ids it holds. A producer's line in the ledger names
-the streams for which it did that, and whoever opens the producer opens their sessions too.
-"""
+"""Commits on Kafka: numbered, fenced, and one transaction each."""
 
 from __future__ import annotations
 
@@ -47,11 +38,11 @@ from penstock.log.checks import check_columns, check_held, check_stageable, repe
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line, progress_line
 from penstock.log.kafka.objects import Catalogue, KafkaStream, StreamGoneError
+from penstock.log.kafka.producers import Producers, cause_of
 from penstock.log.kafka.sending import Prepared, Sent, prepare
 from penstock.log.kafka.session import (
     NotCommittedError,
     Session,
-    Sessions,
     TakenError,
     UnknownError,
 )
@@ -61,18 +52,17 @@ from penstock.log.partitioning import chunks
 from penstock.records.event import from_microseconds, ids_of, now_us, numbered
 
 RETRY_PAUSE_S = 0.05
-HOLD_TRIES_MAX = 20
 VISIBLE_S = 2.0
 """A commit waits so long to be readable; another one under way can hold it back longer."""
 
 
 class Writer:
-    """Holds producers, stages and commits. For any thread."""
+    """Stages and commits. For any thread."""
 
     def __init__(
         self,
         cluster: Cluster,
-        sessions: Sessions,
+        producers: Producers,
         ledger: Ledger,
         catalogue: Catalogue,
         staging: Staging,
@@ -80,86 +70,13 @@ class Writer:
         limits: Limits,
     ) -> None:
         self._cluster = cluster
-        self._sessions = sessions
+        self._producers = producers
         self._ledger = ledger
         self._catalogue = catalogue
         self._staging = staging
         self._tables = tables
         self._limits = limits
         self._uncertain: set[tuple[str, int]] = set()
-
-    # Producers
-
-    def hold(self, producer: str, ephemeral: bool) -> Holder:
-        for _ in range(HOLD_TRIES_MAX):
-            with self._sessions.using(f"producer.{producer}") as session, explained():
-                with contextlib.suppress(TakenError, UnknownError):
-                    state = self._opened(session, producer)
-                    is_new = state.epoch == 0
-                    held = msgspec.structs.replace(
-                        state,
-                        epoch=self._ledger.unused_epoch(producer) if is_new else state.epoch + 1,
-                        ephemeral=ephemeral and (state.ephemeral or is_new),
-                        time_us=now_us(),
-                        via=self._still_there(state.via),
-                    )
-                    self._save_state(session, producer, held)
-                    failpoint("hold.epoch")
-                    return Holder(producer, held.epoch)
-        raise LogBusyError(f"the producer {producer} is opened by others all the time: stop them")
-
-    def forget(self, producer: str, before_us: int) -> bool:
-        """Strike an ephemeral producer out, unless it was used since `before_us`."""
-        with self._sessions.using(f"producer.{producer}") as session, explained():
-            session.close()
-            try:
-                state = self._opened(session, producer)  # from now on nobody else uses it
-                if state.epoch == 0 or not state.is_forgettable(before_us):
-                    return False
-                session.save(self._ledger.topic, producer_line(producer, None))
-                return True
-            except (TakenError, UnknownError):
-                return False
-            finally:
-                session.close()
-
-    def _still_there(self, topics: Sequence[str]) -> tuple[str, ...]:
-        """Those that hold streams: others are not written to any more."""
-        there = {stream.topic for stream in self._catalogue.streams()} if topics else ()
-        return tuple(topic for topic in topics if topic in there)
-
-    def _opened(self, session: Session, producer: str) -> ProducerState:
-        """What the ledger says of the producer that the session is of, and nobody can change."""
-        if not session.is_open:
-            session.open()
-            try:
-                session.state = self._settled(session, producer)
-            except BaseException:
-                session.close()  # what it knows of its producer is not what the ledger says
-                raise
-        return session.state
-
-    def _settled(self, session: Session, producer: str) -> ProducerState:
-        """The producer's line, once nothing that writes for it is under way.
-
-        Sessions that wrote for it are named before they write. Whatever one of them left under
-        way must be settled before the ledger can be read to its end, which may name more.
-        """
-        session.opened_with = {}
-        known = self._ledger.producer(producer, wait=False) or ProducerState()
-        while True:
-            for stream in set(known.via) - set(session.opened_with):
-                with self._sessions.using(_ids_session(stream)) as ids:
-                    ids.close()
-                    ids.open()
-                    session.opened_with[stream] = ids.openings
-            known = self._ledger.producer(producer) or ProducerState()
-            if set(known.via) <= set(session.opened_with):
-                return known
-
-    def _save_state(self, session: Session, producer: str, state: ProducerState) -> None:
-        session.save(self._ledger.topic, producer_line(producer, state))
-        session.state = state
 
     # Staging
 
@@ -197,9 +114,9 @@ class Writer:
             except UnknownError as error:
                 self._uncertain.add(name)
                 # Whatever it was: opening the producer again tells what became of it.
-                failed = LogUnreachableError(str(_cause(error)))
+                failed = LogUnreachableError(str(cause_of(error)))
             except NotCommittedError as error:
-                failed = _cause(error)
+                failed = cause_of(error)
             except StreamGoneError as error:
                 failed = LogBusyError(str(error))  # commit to the one that is there now
             except (FencedError, SequenceError) as error:
@@ -251,8 +168,8 @@ class Writer:
            that does so while this commit is under way.
         5. Commit the transaction, and wait until readers see it.
         """
-        with self._sessions.using(f"producer.{holder.producer}") as session:
-            state = _held(holder, self._opened(session, holder.producer))
+        with self._producers.using(holder.producer) as session:
+            state = _held(holder, self._producers.opened(session, holder.producer))
             if state.committed is not None and sequence <= state.committed.sequence:
                 return repeated(holder, sequence, state.committed)
             prepared = self._prepared(holder, sequence, commit)
@@ -393,26 +310,10 @@ class Writer:
                 "stream, since each has a writer of its own; commit them one after the other"
             )
         stream = next(iter(comparing.values()))
-        with self._sessions.using(_ids_session(stream.topic)) as ids:
-            self._bind(session, holder.producer, ids, stream.topic)
+        with self._producers.using_ids(stream.topic) as ids:
+            self._producers.bind(session, holder.producer, ids, stream.topic)
             yield ids, self._without_held(stream, prepared)
             failpoint("commit.ids")
-
-    def _bind(self, session: Session, producer: str, ids: Session, topic: str) -> None:
-        """Let the session of a stream write for a producer: only as long as that is ours.
-
-        Whoever opens the producer also opens the sessions that its line names, and so closes this
-        one. If somebody did before it was opened here, writing the line fails.
-        """
-        state = session.state
-        is_bound = ids.is_open and session.opened_with.get(topic) == ids.openings
-        if is_bound and topic in state.via:
-            return
-        if not ids.is_open:
-            ids.open()
-        via = state.via if topic in state.via else (*state.via, topic)
-        self._save_state(session, producer, msgspec.structs.replace(state, via=via))
-        session.opened_with[topic] = ids.openings
 
     def _without_held(self, stream: KafkaStream, prepared: Sequence[Prepared]) -> list[Prepared]:
         """Without the events whose ids the stream holds already."""
@@ -469,25 +370,7 @@ def _thinned(item: Prepared, dropped: tuple[int, ...]) -> Prepared:
     return Prepared(item.stream, kept, dropped)
 
 
-def _ids_session(topic: str) -> str:
-    return f"ids.{topic}"
-
-
 def _held(holder: Holder, state: ProducerState | None) -> ProducerState:
     """The state of the producer, if the holder holds it."""
     check_held(holder, (state and state.epoch) or None)
     return cast(ProducerState, state)
-
-
-def _cause(error: Exception) -> PenstockError:
-    cause = error.__cause__
-    return cause if isinstance(cause, PenstockError) else LogError(f"Kafka: {cause}")
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """What did not happen is told by its cause."""
-    try:
-        yield
-    except NotCommittedError as error:
-        raise _cause(error) from error
