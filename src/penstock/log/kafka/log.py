@@ -53,6 +53,7 @@ from penstock.log.kafka.producers import Producers
 from penstock.log.kafka.reading import Reader
 from penstock.log.kafka.session import Sessions
 from penstock.log.kafka.staging import Staging
+from penstock.log.kafka.store import FILE_FORMAT
 from penstock.log.kafka.tables import Tables
 from penstock.log.kafka.topics import PIN_MS_MAX, Topics, own_topics
 from penstock.log.kafka.upkeep import Housekeeper
@@ -156,7 +157,7 @@ class KafkaLog:
     def _cache(self, log_id: str) -> Path:
         """Where tables are materialised: a file for each log, shared by the processes here."""
         folder = self._options.cache or cache_folder("tables", "PENSTOCK_CACHE")
-        return Path(folder) / f"{log_id}.db"
+        return Path(folder) / f"{log_id}.{FILE_FORMAT}.db"
 
     def _populate(self, draft: Draft) -> list[ObjectChanged]:
         if draft.is_empty:

@@ -1,9 +1,13 @@
 """What is derived from streams, in a local SQLite file: entries of tables, ids of streams.
 
 Up to where a partition was read is saved in the transaction that saves what was read, so the
-file is right as of that offset whoever dies, and may be thrown away at any time. All processes
-of a machine share one. An entry that changes leaves its older version behind for a while, so
-that a pinned moment can be read.
+file is right as of that offset whoever dies, and after loss of power: SQLite syncs its log before
+it writes pages, so that at most the last transactions are lost, and these are read again. It may be
+thrown away at any time. All processes of a machine share one, and one of them may find that it has
+to begin anew: whoever reads looks up to where it was read in the same transaction.
+
+An entry that changes leaves its older version behind for a while, so that a pinned moment can be
+read.
 """
 
 from __future__ import annotations
@@ -36,6 +40,11 @@ KEPT_US = 3_700_000_000
 """Older versions are kept for as long as an app's batch may hold a pin."""
 STALE_US = 20 * 3600 * 1_000_000
 """Compaction leaves deletions alone for a day; a file not used for so long may lack some."""
+SEEN_EVERY_US = 3600 * 1_000_000
+"""So often it is noted that a partition was read to its end, though there was nothing new."""
+MOMENT_TRIES_MAX = 100
+FILE_FORMAT = 2
+"""Another file for what is stored in another way, or with other promises."""
 UNUSED_US = 30 * 24 * 3600 * 1_000_000
 """Files of other logs that nobody touched for so long are removed."""
 Read = Callable[[KafkaStream, int, int, int], Iterator[Batch]]
@@ -50,9 +59,10 @@ def _sql(name: str) -> str:
 class Store:
     """The local file, one connection per thread. For any thread."""
 
-    def __init__(self, path: Path | None, read: Read) -> None:
+    def __init__(self, path: Path | None, read: Read, vfs: str = "") -> None:
         self.path = path
         self._read = read
+        self._vfs = vfs
         self._local = threading.local()
         self._all: weakref.WeakSet[apsw.Connection] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -77,11 +87,12 @@ class Store:
             connection = apsw.Connection(":memory:")
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            connection = apsw.Connection(str(self.path))
+            connection = apsw.Connection(str(self.path), vfs=self._vfs or None)
         connection.set_busy_timeout(BUSY_MS)
+        connection.pragma("synchronous", "extra")  # the journal of these steps must not come back
         connection.pragma("journal_mode", "wal")
-        connection.pragma("synchronous", "off")  # what is lost is read again
         connection.execute(_sql("schema"))
+        connection.pragma("synchronous", "normal")
         return connection
 
     def close(self) -> None:
@@ -91,32 +102,62 @@ class Store:
 
     # Catching up
 
-    def catch_up(self, stream: KafkaStream, ends: Mapping[int, int]) -> None:
+    @contextlib.contextmanager
+    def moment(
+        self, stream: KafkaStream, ends: Mapping[int, int], asked_us: int, *, begin: str = "BEGIN"
+    ) -> Iterator[None]:
+        """Let this thread read the file as of one moment, with everything before these offsets.
+
+        `asked_us` is when they were the ends of their partitions.
+        """
+        connection = self._connection()
+        for _ in range(MOMENT_TRIES_MAX):
+            self.catch_up(stream, ends, asked_us)
+            with self._transaction(connection, begin, "ROLLBACK"):
+                # Another process may have begun anew in between.
+                if all(self._next(connection, stream, p) >= end for p, end in ends.items()):
+                    yield
+                    return
+        raise LogBusyError(f"{self.path} is begun anew by other processes all the time: try again")
+
+    def catch_up(self, stream: KafkaStream, ends: Mapping[int, int], asked_us: int) -> None:
         """Take in what is in these partitions before these offsets."""
         connection = self._connection()
         for partition, end in ends.items():
-            self._forget_if_stale(connection, stream, partition)
+            if self._is_stale(connection, stream, partition):
+                self._begin_anew(connection, stream, partition)
             if self._next(connection, stream, partition) < end:
-                self._take_in(connection, stream, partition, end)
+                self._take_in(connection, stream, partition, end, asked_us)
+            self._note_seen(connection, stream, partition, end, asked_us)
 
-    def _forget_if_stale(
-        self, connection: apsw.Connection, stream: KafkaStream, partition: int
-    ) -> None:
-        """Begin again where compaction may have removed deletions that were not seen here."""
-        row = connection.execute(_sql("seen"), (stream.id, partition)).fetchone()
-        if row is None or not stream.spec.table or int(row[0]) > now_us() - STALE_US:
-            return
+    def _is_stale(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> bool:
+        """Whether compaction may have removed deletions that were not seen here."""
+        seen_us = self._seen_us(connection, stream, partition)
+        return seen_us is not None and stream.spec.table and seen_us < now_us() - STALE_US
+
+    def _begin_anew(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> None:
         with self._writing(connection):
-            for name in ("forget_partition", "forget_all_marks", "forget_place"):
-                self._run(connection, name, stream.id, partition)
+            if self._is_stale(connection, stream, partition):  # unless somebody else has by now
+                for name in ("forget_partition", "forget_all_marks", "forget_place"):
+                    self._run(connection, name, stream.id, partition)
+
+    def _note_seen(
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, end: int,
+        asked_us: int,
+    ) -> None:  # fmt: skip
+        """All that there was when it was asked has been seen: then nothing is missing."""
+        seen_us = self._seen_us(connection, stream, partition)
+        if seen_us is not None and seen_us < asked_us - SEEN_EVERY_US:
+            with self._writing(connection):
+                self._run(connection, "save_seen", asked_us, stream.id, partition, end)
 
     def _take_in(
-        self, connection: apsw.Connection, stream: KafkaStream, partition: int, end: int
-    ) -> None:
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, end: int,
+        asked_us: int,
+    ) -> None:  # fmt: skip
         """Batch by batch, so that nobody waits long; another process may do the same."""
         at = self._next(connection, stream, partition)
         while at < end:
-            asked_us = now_us()
             for batch in self._good(stream, partition, at, end):
                 with self._writing(connection):
                     if self._next(connection, stream, partition) != at:
@@ -148,6 +189,12 @@ class Store:
     def _next(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> int:
         row = connection.execute(_sql("place"), (stream.id, partition)).fetchone()
         return 0 if row is None else int(row[0])
+
+    def _seen_us(
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int
+    ) -> int | None:
+        row = connection.execute(_sql("seen"), (stream.id, partition)).fetchone()
+        return None if row is None else int(row[0])
 
     def _save(
         self, connection: apsw.Connection, stream: KafkaStream, partition: int, batch: Batch
@@ -227,7 +274,7 @@ class Store:
             found.append((key, None if after is None else pack(after), offset))
         return found
 
-    # Entries
+    # Entries, as of the thread's moment
 
     def get(
         self, stream: KafkaStream, keys: Sequence[bytes], at: Mapping[int, int] | None
@@ -265,11 +312,10 @@ class Store:
 
     # Ids
 
-    def held(self, stream: KafkaStream, ids: Sequence[str]) -> list[int]:
-        """The rows whose ids the stream holds, or that repeat one before them."""
-        connection = self._connection()
-        with self._writing(connection, undo=True):
-            return take_new(Rows(connection, 0), stream.id, ids)
+    def held(self, stream: KafkaStream, ids: Sequence[str], end: int) -> list[int]:
+        """The rows whose ids the stream holds before `end`, or that repeat one before them."""
+        with self.moment(stream, {0: end}, now_us(), begin="BEGIN IMMEDIATE"):
+            return take_new(Rows(self._connection(), 0), stream.id, ids)
 
     # Upkeep
 
@@ -303,10 +349,13 @@ class Store:
 
     # Inside
 
+    def _writing(self, connection: apsw.Connection) -> contextlib.AbstractContextManager[None]:
+        return self._transaction(connection, "BEGIN IMMEDIATE", "COMMIT")
+
     @contextlib.contextmanager
-    def _writing(self, connection: apsw.Connection, *, undo: bool = False) -> Iterator[None]:
+    def _transaction(self, connection: apsw.Connection, begin: str, end: str) -> Iterator[None]:
         try:
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(begin)
         except apsw.BusyError as error:
             raise LogBusyError(f"{self.path} is in use by other processes: try again") from error
         try:
@@ -314,7 +363,7 @@ class Store:
         except BaseException:
             connection.execute("ROLLBACK")
             raise
-        connection.execute("ROLLBACK" if undo else "COMMIT")
+        connection.execute(end)
 
     @staticmethod
     def _run(connection: apsw.Connection, name: str, *values: object) -> None:

@@ -320,12 +320,11 @@ class Writer:
         place = (stream.topic, 0)  # nobody else can write there while we compare
         with self._cluster.watching(lambda: self._catalogue.check_there(stream)):
             end = self._cluster.settled_ends([place])[place]
-        self._tables.store.catch_up(stream, {0: end})
         mine = [item for item in prepared if item.stream.id == stream.id]
         ids = [
             id_ for item in mine for chunk in item.chunks for id_ in ids_of(chunk.batch).to_pylist()
         ]
-        gone = set(self._tables.store.held(stream, ids))
+        gone = set(self._tables.store.held(stream, ids, end))
         made, at = [], 0
         for item in prepared:
             if item.stream.id != stream.id:
