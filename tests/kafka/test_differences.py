@@ -31,12 +31,19 @@ from penstock import open as open_log
 from penstock.app.splits import keyed_splits
 from penstock.app.state import State
 from penstock.app.task import Range
-from penstock.errors import ClosedError, LogFormatError, PenstockError, PieceError, UsageError
+from penstock.errors import (
+    ClosedError,
+    FencedError,
+    LogFormatError,
+    PenstockError,
+    PieceError,
+    UsageError,
+)
 from penstock.log.kafka.log import KafkaLog
 from penstock.log.names import parse_stream
 from penstock.records.event import partition_of
 from penstock.testing.brokers import Brokers
-from penstock.testing.contract import Order, create, make_part, orders
+from penstock.testing.contract import Order, commit_as, create, make_part, orders
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,21 @@ def test_a_stream_that_compares_ids_is_written_by_several_producers_of_a_process
             kafka.commit(fenced, 1, Commit(parts=[make_part(kafka, "s", [4], ids=[4])]))
         elsewhere.commit(successor, 1, Commit(parts=[make_part(kafka, "s", [5], ids=[5])]))
     assert [event.data.amount for event in read_events(kafka, "s", Order)] == [1, 2, 3, 5]
+
+
+def test_who_is_fenced_is_told_by_an_error_and_not_on_the_terminal(
+    kafka: Log, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    create(kafka, "s")
+    holder = kafka.hold("p")
+    commit_as(kafka, holder, 0, "s", [1])
+    with open_log(url, upkeep_interval_ms=0) as other:
+        other.hold("p")
+        create(other, "t")
+    with pytest.raises(FencedError):
+        commit_as(kafka, holder, 1, "s", [2])
+    create(kafka, "u")
+    assert capfd.readouterr().err == ""
 
 
 def test_a_fenced_producer_does_not_take_a_session_for_its_own_that_another_one_opened(

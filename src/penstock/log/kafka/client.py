@@ -201,8 +201,12 @@ class Cluster:
     # Clients
 
     def producer(self, **settings: object) -> Producer:
-        """A producer; it logs nothing, since a logger would be called in the middle of an error."""
-        fixed = {"log_level": 0, "request.timeout.ms": 5000}
+        """A producer; it logs nothing, since a logger would be called in the middle of an error.
+
+        What it would print of a fatal error, such as being fenced, waits in a queue that nobody
+        reads: the error itself is raised.
+        """
+        fixed = {"log_level": 0, "log.queue": True, "request.timeout.ms": 5000}
         return self._made(Producer, {**fixed, **settings})
 
     def consumer(self, **settings: object) -> Consumer:
