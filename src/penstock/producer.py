@@ -25,16 +25,16 @@ from penstock.errors import (
     CommitOutcomeUnknownError,
     DeliveryTimeoutError,
     FencedError,
-    LogError,
     PenstockError,
-    SequenceError,
     UsageError,
 )
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part, Placement
 from penstock.log.batch import Compression, check_compression
+from penstock.log.commit import next_sequence
 from penstock.log.compose import Composer, EventOptions, Outgoing
+from penstock.log.fate import Fate, fate_of
 from penstock.log.objects import Acks, Stream
-from penstock.log.partitioning import homes_of
+from penstock.log.partitioning import places
 from penstock.records.event import Key
 
 STREAM_KEPT_S = 1.0
@@ -162,13 +162,16 @@ class Producer:
 
     def open(self) -> Self:
         """Take the producer's name, fencing its older holder, and start the background thread."""
-        name = self._options.name or f"{self._options.client_id}-{secrets.token_hex(8)}"
-        self._holder = self._log.hold(name, ephemeral=self._options.name is None)
-        last = self._log.last_commit(name)
-        self._sequence = last.sequence + 1 if last else 0
+        self._hold()
+        name = self._options.name or self._options.client_id
         self._thread = threading.Thread(target=self._loop, name=f"penstock-{name}", daemon=True)
         self._thread.start()
         return self
+
+    def _hold(self) -> None:
+        name = self._options.name or f"{self._options.client_id}-{secrets.token_hex(8)}"
+        self._holder = self._log.hold(name, ephemeral=self._options.name is None)
+        self._sequence = next_sequence(self._log, name)
 
     def __enter__(self) -> Self:
         return self if self._thread is not None else self.open()
@@ -364,17 +367,27 @@ class Producer:
             return
         try:
             parts, members = self._parts(group)
+        except Exception as error:  # whatever it was, nothing has been committed
+            self._leave_out(group, error)
+            return
+        try:
             committed = self._commit(Commit(parts=parts), min(sent.deadline for sent in group))
-        except Exception as error:
-            if len(group) > 1 and _is_refusal(error):
-                half = len(group) // 2
-                self._deliver(group[:half])
-                self._deliver(group[half:])
+        except PenstockError as error:
+            if fate_of(error) is Fate.REFUSED:
+                self._leave_out(group, error)
             else:
                 self._fail(group, error)
             return
         for placement, part, sent in zip(committed.placements, parts, members, strict=True):
             _resolve(placement, part, sent, committed)
+
+    def _leave_out(self, group: Sequence[_Sent], error: Exception) -> None:
+        if len(group) == 1:
+            self._fail(group, error)
+            return
+        half = len(group) // 2
+        self._deliver(group[:half])
+        self._deliver(group[half:])
 
     def _parts(self, group: Sequence[_Sent]) -> tuple[list[Part], list[list[_Sent]]]:
         """Neighbouring single events of a stream become one part; the order stays."""
@@ -398,49 +411,56 @@ class Producer:
         return sents[0].part or self._composer.part(sents[0].stream, events)
 
     def _commit(self, commit: Commit, deadline: float) -> Committed:
+        try:
+            return self._commit_as_held(commit, deadline)
+        except FencedError:
+            if self._options.name is not None:
+                raise
+            # Nobody else knows this name: the log has forgotten it, after days of disuse.
+            self._hold()
+            return self._commit_as_held(commit, deadline)
+
+    def _commit_as_held(self, commit: Commit, deadline: float) -> Committed:
+        """Commit under the next number, again and again while that may help.
+
+        Raises `CommitOutcomeUnknownError` if any try may have happened, and otherwise an error
+        that says that none did.
+        """
         assert self._holder is not None  # noqa: S101  open means held
         sequence, self._sequence = self._sequence, self._sequence + 1
         unknown = False
-        for pause in self._pauses():
+        pauses = self._pauses()
+        while True:
             try:
                 return self._log.commit(self._holder, sequence, commit, self._commit_options)
-            except PenstockError as error:
-                unknown = unknown or isinstance(error, CommitOutcomeUnknownError)
-                if not error.retriable and not unknown:
-                    raise
-                late = clock.monotonic() + pause >= deadline
-                if late or not error.retriable or self._gave_up(pause):
-                    raise self._too_late(error, unknown) from error
             except Exception as error:
-                if not unknown:
-                    raise
-                raise self._too_late(LogError(repr(error)), unknown) from error
-        raise AssertionError("retries never end by themselves")
+                fate = fate_of(error)
+                unknown = unknown or fate is Fate.UNKNOWN
+                pause = next(pauses, None) if fate.may_be_retried else None
+                if pause is None or clock.monotonic() + pause >= deadline:
+                    if not unknown and not fate.may_be_retried:
+                        raise
+                    raise self._given_up(error, unknown) from error
+                clock.sleep(pause)
 
     def _pauses(self) -> Iterator[float]:
-        pause = float(self._options.retry_backoff_ms)
+        """How long to wait before each retry."""
+        pause_ms = self._options.retry_backoff_ms
         for _ in range(self._options.retries):
-            yield pause / 1000
-            pause = min(pause * 2, self._options.retry_backoff_ms_max)
-        yield -1.0
+            yield pause_ms / 1000
+            pause_ms = min(pause_ms * 2, self._options.retry_backoff_ms_max)
 
-    @staticmethod
-    def _gave_up(pause: float) -> bool:
-        if pause < 0:
-            return True
-        clock.sleep(pause)
-        return False
-
-    def _too_late(self, error: PenstockError, unknown: bool) -> PenstockError:
+    def _given_up(self, error: Exception, unknown: bool) -> PenstockError:
         limit = self._options.delivery_timeout_ms
+        why = str(error) if isinstance(error, PenstockError) else repr(error)
         if unknown:
             return CommitOutcomeUnknownError(
-                f"the events may or may not be committed, and retrying ended ({error}): read the "
+                f"the events may or may not be committed, and retrying ended ({why}): read the "
                 f"stream to find out, or raise delivery_timeout_ms ({limit})"
             )
         return DeliveryTimeoutError(
             f"the events were not committed within delivery_timeout_ms ({limit}) or the allowed "
-            f"retries: {error}"
+            f"retries: {why}"
         )
 
     def _fail(self, group: Sequence[_Sent], error: Exception) -> None:
@@ -461,13 +481,6 @@ class Producer:
             sent.future.set_exception(error)
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether the events themselves were refused, and none of them was committed."""
-    if isinstance(error, FencedError | ClosedError | SequenceError):
-        return False
-    return not (isinstance(error, PenstockError) and error.retriable)
-
-
 def _resolve(
     placement: Placement, part: Part, sents: Sequence[_Sent], committed: Committed
 ) -> None:
@@ -478,15 +491,3 @@ def _resolve(
     for sent, (partition, offset) in zip(sents, places(placement, part), strict=True):
         assert sent.event is not None  # noqa: S101  a sent without a part has an event
         sent.future.set_result(Place(partition, offset, sent.event.id))  # type: ignore[arg-type]
-
-
-def places(placement: Placement, part: Part) -> Iterator[tuple[int, int | None]]:
-    """Partition and offset of each event of a part, in its order."""
-    homes = homes_of(part.batch, placement.partitions).to_pylist()
-    dropped = set(placement.dropped)
-    offsets: dict[int, Iterator[int]] = {}
-    for partition in {p for p, _, _ in placement.ranges}:
-        ranges = [range(first, first + n) for p, first, n in placement.ranges if p == partition]
-        offsets[partition] = (offset for found in ranges for offset in found)
-    for row, partition in enumerate(homes):
-        yield partition, None if row in dropped else next(offsets[partition])

@@ -23,9 +23,9 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.log import open_log
-from penstock.log.api import Commit, CommitOptions, Log
+from penstock.log.api import Commit, CommitOptions, Damage, Log
 from penstock.log.read import ReadOptions, read_events
-from penstock.log.sqlite.connection import connect
+from penstock.log.sqlite.connection import PAGE_BYTES, connect
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
 
@@ -430,3 +430,45 @@ def test_outcome_is_unknown_only_for_what_was_in_the_commit(disk: FaultyVfs, pat
         disk.faults = []
         log.commit(holder, 0, Commit(progress={"k": b"v"}))
         assert log.progress("k") == b"v"
+
+
+def test_verify_says_what_damage_of_the_file_s_own_pages_means(path: Path, seed: int) -> None:
+    """Overwrite a page here and there: what verify does not list can be read, and is right."""
+    rng = random.Random(seed)
+    with open_log(path, upkeep_interval_ms=0) as log:
+        for name in ("s", "other"):
+            create(log, name, partitions=2)
+        create(log, "t", table=True)
+        holder = log.hold("p")
+        for n in range(60):
+            commit_as(log, holder, n, ("s", "other", "t")[n % 3], range(n * 20, n * 20 + 20))
+    whole = path.read_bytes()
+    texts = set()
+    pages = range(PAGE_BYTES, len(whole), PAGE_BYTES)
+    for at in (*pages, *(page + 3000 for page in rng.choices(pages, k=10))):
+        path.write_bytes(whole[:at] + rng.randbytes(3000) + whole[at + 3000 :])
+        with open_log(path, read_only=True) as log:
+            found = list(log.verify())
+            texts |= {damage.message for damage in found}
+            assert not any("penstock verify" in damage.message for damage in found)
+            check_listed(log, found)
+    path.write_bytes(whole[:100] + rng.randbytes(3000) + whole[3100:])
+    with pytest.raises(LogError, match="is damaged"):
+        open_log(path, read_only=True)
+    assert any("its declaration cannot be read" in text for text in texts), f"seed {seed}"
+    assert any("cannot be read" in text and "table t" in text for text in texts)
+    assert any("latest commits of producers" in text for text in texts)
+
+
+def check_listed(log: Log, found: list[Damage]) -> None:
+    """What is not in the list of damage can be read, all of it."""
+    if any("list of streams" in damage.message for damage in found):
+        return
+    for name in ("s", "other"):
+        lost = [damage for damage in found if damage.stream == name]
+        told: list[DamagedError] = []
+        if any(damage.first_offset < 0 for damage in lost):
+            continue  # of the stream as a whole
+        events = read_events(log, name, Order, ReadOptions(on_damage=told.append))
+        rows = sum(damage.last_offset + 1 - damage.first_offset for damage in lost)
+        assert sum(1 for _ in events) == 400 - rows

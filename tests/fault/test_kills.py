@@ -13,10 +13,12 @@ import zlib
 import pytest
 
 from penstock import failpoints
+from penstock.errors import LogBusyError
 from penstock.log import open_log
-from penstock.log.api import Commit
+from penstock.log.api import Commit, CommitOptions
 from penstock.log.objects import GrowStream
 from penstock.log.read import read_events
+from penstock.log.transaction import Transaction
 from penstock.testing.faults import Fault
 from penstock.testing.workload import Item, create_streams
 from tests.fault.runner import Runner
@@ -171,3 +173,28 @@ def _random_fault(rng: random.Random) -> Fault | None:
         at=rng.randrange(1, 400),
         late=rng.random() < 0.5,
     )
+
+
+def test_a_writer_that_stands_still_in_its_transaction(runner: Runner) -> None:
+    """Others are told who it is, and what they have is not lost: they try again, and go on."""
+    with open_log(runner.path, upkeep_interval_ms=0) as log:
+        holder, pin = log.hold("mine"), log.pin()
+        frozen = runner.start(commits=30, failpoint="commit.begun=stop@20")
+        try:
+            wait_until_stopped(frozen.pid)
+            said = f"process {frozen.pid}, which is stopped"
+            tx = Transaction(log, holder, options=CommitOptions(timeout_ms=1_000))
+            with pytest.raises(LogBusyError, match=said), tx:
+                tx.save("mine", b"1")
+                tx.commit()
+            with pytest.raises(LogBusyError, match=said):
+                tx.commit()
+            log.unpin(pin)
+            frozen.send_signal(signal.SIGCONT)
+            assert runner.finish(frozen) == 0
+            tx.commit()
+        finally:
+            frozen.kill()
+            frozen.wait()
+        assert log.progress("mine") == b"1"
+    runner.judge()

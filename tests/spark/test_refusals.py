@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyspark
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+import penstock
 from penstock import App, AppStream, AppTable
 from penstock.errors import AppError, PlanChangedError
-from penstock.spark.failures import user_failure
+from penstock.spark.failures import user_failure, worker_traceback
 from penstock.spark.streaming import StatefulQuery
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
@@ -332,3 +336,37 @@ def test_a_failure_of_spark_is_told_by_its_cause() -> None:
     }
     for text, expected in told.items():
         assert user_failure("total", RuntimeError(text)).error == expected
+
+
+def test_frames_of_users_are_kept_whatever_their_folders_are_called() -> None:
+    ours = [Path(str(module.__file__)).parent for module in (penstock, pyspark)]
+    files = {
+        f"{ours[0]}/app/task.py": False,
+        f"{ours[1]}/worker.py": False,
+        "/opt/env/lib/python3.11/site-packages/penstock/app/task.py": False,
+        "/var/spark/work/shop.zip/penstock/app/task.py": False,
+        "/opt/spark/python/lib/pyspark.zip/pyspark/worker.py": False,
+        "/home/ada/penstock/shop.py": True,
+        "/home/ada/pyspark/penstock/apps/shop.py": True,
+    }
+    lines = ["Traceback (most recent call last):"]
+    for file in files:
+        lines += [f'  File "{file}", line 1, in f', f"    of {file}"]
+    trace = worker_traceback("\n".join([*lines, "ValueError: no"]))
+    assert trace is not None
+    assert {file: f'"{file}"' in trace for file in files} == files
+    assert trace.endswith("ValueError: no")
+
+
+def test_a_worker_that_dies_is_told_in_words(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.agent(shop.orders)
+    def die(order: Order) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with AppTest(shop.app, tmp_path, spark, tries_max=1) as run:
+        run.send(shop.orders, Order("a", "tea", 5, at(1)))
+        told = str(run.until_failed())
+    assert "a worker process of Spark died: it was killed, or ran out of memory" in told
+    assert "An error occurred while calling" not in told.splitlines()[0]

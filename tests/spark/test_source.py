@@ -29,6 +29,7 @@ from penstock import (
     Record,
     Table,
     declare,
+    failpoints,
     read_events,
 )
 from penstock import open as open_log
@@ -36,7 +37,9 @@ from penstock.app.state import State
 from penstock.errors import OffsetGoneError
 from penstock.log.api import Part
 from penstock.log.compose import Composer
+from penstock.records.arrow import codec_of
 from penstock.spark.options import parse
+from penstock.spark.sink import BatchWriter
 from penstock.spark.source import BatchReader, RangePartition, bounded, splits
 
 START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -181,6 +184,14 @@ def test_a_batch_write_that_fails_leaves_nothing(place: Place) -> None:
             "stream", "copies"
         ).mode("append").save()
     assert place.amounts("copies") == []
+
+
+def test_a_batch_write_asks_again_whether_it_was_committed(place: Place) -> None:
+    writer = BatchWriter(parse({"log": place.log.url, "stream": "copies"}))
+    staged = writer.write(iter([codec_of(Order).to_arrow([order(n) for n in range(3)])]))
+    failpoints.arm("commit.committed", "raise")
+    writer.commit([staged])
+    assert place.amounts("copies") == [0, 1, 2]
 
 
 def test_columns_that_do_not_fit_are_refused(place: Place) -> None:

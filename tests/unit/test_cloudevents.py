@@ -68,6 +68,7 @@ GOOD = {"specversion": "1.0", "type": "t", "source": "s", "id": "i"}
         ({"source": None}, "source"),
         ({"time": "yesterday"}, "RFC 3339"),
         ({"time": "2026-01-01T00:00:00"}, "time zone"),
+        ({"time": "9999-12-31T23:59:59-05:00"}, "outside the years"),
         ({"data": 1, "data_base64": "AA=="}, "not both"),
         ({"data_base64": "%"}, "base64"),
         ({"Bad-Name": "x"}, "header name"),
@@ -88,3 +89,5 @@ def test_other_shapes_are_refused() -> None:
         from_batched({})
     with pytest.raises(RecordError, match="not valid JSON"):
         from_binary(GOOD, b"{")
+    with pytest.raises(RecordError, match="not valid JSON"):
+        from_binary(GOOD, b"[" * 5000 + b"]" * 5000)

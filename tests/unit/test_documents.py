@@ -9,7 +9,7 @@ import pytest
 
 from penstock import Record
 from penstock.records.arrow import codec_of
-from penstock.records.documents import from_documents, to_documents
+from penstock.records.documents import JSON_DEPTH_MAX, from_documents, not_json, to_documents
 from penstock.records.schema import schema_of
 
 
@@ -35,6 +35,9 @@ WRONG = [
     b'{"n": 1, "at": "2026-01-02T03:04:05Z", "day": 19000}',
     b'{"n": 1, "at": "2026-01-02T03:04:05Z", "note": "\xff"}',
     GOOD + GOOD,
+    b'{"n": 1, "at": "9999-12-31T23:59:59-05:00"}',
+    b'{"n": 1, "at": "0001-01-01T00:00:00+23:00"}',
+    b'{"n": 1, "at": "2026-01-02T03:04:05Z", "x": ' + b"[" * 2000 + b"]" * 2000 + b"}",
 ]
 
 
@@ -79,3 +82,46 @@ def test_what_is_no_number_keeps_its_name_also_inside() -> None:
     assert isinstance(found, Numbers)
     assert math.isnan(found.one)
     assert (found.many, found.named) == ([1.0, math.inf], {"a": -math.inf})
+
+
+class Count(Record):
+    n: int
+
+
+class Nested(Record):
+    n: int
+    names: list[str] | None = None
+    inner: dict[str, int] | None = None
+
+
+#: as many records as messages, if they are joined before they are looked at
+MENDED = [
+    [b'{"n": 1, "x": {}', b'{"y": 2}}, {"n": 2}', b'{"n": 3}'],
+    [b'{"n": 1, "x": [{}', b"{}]}", b'{"n": 2}', b'{"n": 3}, {"n": 4}'],
+    [b'{"n": 1, "x":', b'{"y": 2}} {"n": 3}'],
+    [b'{"n": 1}, {"n": 2', b'"x": 3}'],
+    [b'{"n": 1, "x": "}', b'{", "y": 2} {"n": 3}'],
+]
+
+
+@pytest.mark.parametrize("values", MENDED)
+@pytest.mark.parametrize("record", [Count, Nested])
+def test_a_broken_message_is_not_mended_by_its_neighbour(
+    values: list[bytes], record: type[Record]
+) -> None:
+    schema = schema_of(record)
+    alone = [not from_documents([value], schema).wrong for value in values]
+    rows, told = from_documents(values, schema)
+    assert rows.num_rows == sum(alone)
+    assert [row for row, _ in told] == [row for row, good in enumerate(alone) if not good]
+    assert [row for row, _ in not_json(values)] == [
+        row for row, value in enumerate(values) if not_json([value])
+    ]
+    assert not_json(values)
+
+
+def test_json_that_is_nested_too_deep_is_told() -> None:
+    deep = b"[" * (JSON_DEPTH_MAX + 1) + b"]" * (JSON_DEPTH_MAX + 1)
+    wide = b"[" + b",".join([b'{"[": []}'] * JSON_DEPTH_MAX) + b"]"
+    assert not_json([wide, b"[]", deep]) == [(2, "it is nested more than 200 deep")]
+    assert [row for row, _ in not_json([b"[]", b"[" * 5000 + b"]" * 5000])] == [1]

@@ -5,27 +5,31 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from penstock import failpoints
 from penstock.errors import (
     BufferFullError,
     ClosedError,
     CommitOutcomeUnknownError,
     DeliveryTimeoutError,
     FencedError,
+    LogError,
     RecordError,
     UsageError,
 )
 from penstock.log import open_log
 from penstock.log.api import Log
 from penstock.log.batch import decode_blob
+from penstock.log.metrics import MetricWriter
 from penstock.log.read import read_batches
 from penstock.log.sqlite.connection import connect
-from penstock.producer import Producer, ProducerOptions
+from penstock.producer import Place, Producer, ProducerOptions
 from penstock.testing.contract import Order, create, orders
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
 
@@ -317,3 +321,104 @@ def test_a_buffer_smaller_than_a_batch_does_not_wait_for_the_delay(log: Log) -> 
         for n in range(200):
             producer.send("s", Order("a", n))
     assert [e.data.amount for e in orders(log, "s")] == list(range(200))
+
+
+def send_together(log: Log, count: int, fail_at: str | None = None) -> list[Future[Place]]:
+    with Producer(log, ProducerOptions(batch_delay_ms=60_000)) as producer:
+        if fail_at is not None:
+            failpoints.arm(fail_at, "raise")
+        return [producer.send("s", Order("a", n)) for n in range(count)]
+
+
+def test_events_are_sent_once_although_upkeep_cannot_be_started(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_few(thread: threading.Thread) -> None:
+        if thread.name == "penstock-upkeep":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    with open_log(path, upkeep_interval_ms=1_000) as log:
+        create(log, "s")
+        places = [future.result() for future in send_together(log, 4)]
+        assert [place.offset for place in places] == [0, 1, 2, 3]
+        assert [e.data.amount for e in orders(log, "s")] == [0, 1, 2, 3]
+        assert "can't start new thread" in str(log.facts()["upkeep_error"])
+        monkeypatch.undo()
+        send_together(log, 1)
+        assert log.facts()["upkeep_error"] is None
+
+
+@pytest.mark.parametrize("point", ["commit.prepared", "commit.begun", "commit.committed"])
+def test_an_error_that_nobody_knows_is_asked_again_under_the_same_name(
+    log: Log, point: str
+) -> None:
+    places = [future.result() for future in send_together(log, 8, fail_at=point)]
+    assert [place.offset for place in places] == list(range(8))
+    assert [e.data.amount for e in orders(log, "s")] == list(range(8))
+    assert commits(log) == 1
+
+
+def test_an_error_that_nobody_knows_and_that_stays_is_an_unknown_outcome(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ProducerOptions(retries=3, retry_backoff_ms=1)
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        with Producer(log, options) as producer:
+            monkeypatch.setattr("penstock.log.sqlite.log.failpoint", fail_at("commit.prepared"))
+            with pytest.raises(CommitOutcomeUnknownError, match="MemoryError"):
+                producer.send("s", Order("a", 1)).result()
+            monkeypatch.undo()
+            producer.send("s", Order("a", 2)).result()
+        assert [e.data.amount for e in orders(log, "s")] == [2]
+
+
+def fail_at(point: str) -> Callable[[str], None]:
+    def fail(name: str) -> None:
+        if name == point:
+            raise MemoryError("no memory")
+
+    return fail
+
+
+def test_a_failure_of_the_log_is_not_blamed_on_the_events(log: Log, path: Path) -> None:
+    with contextlib.closing(connect(path)) as other:
+        with Producer(log, ProducerOptions(batch_delay_ms=60_000)) as producer:
+            futures = [producer.send("s", Order("a", n)) for n in range(1000)]
+            other.execute("ALTER TABLE blobs RENAME TO elsewhere")
+            producer.flush()
+            found = {id(future.exception()) for future in futures}
+            assert len(found) == 1, "one commit for all, and one error"
+            assert isinstance(futures[0].exception(), LogError)
+            other.execute("ALTER TABLE elsewhere RENAME TO blobs")
+            assert producer.send("s", Order("a", 1000)).result().offset == 0
+
+
+def test_a_producer_without_a_name_that_was_forgotten_goes_on(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Producer(log) as unnamed, Producer(log, ProducerOptions(name="shop")) as named:
+        unnamed.send("s", Order("a", 1)).result()
+        named.send("s", Order("a", 2)).result()
+        monkeypatch.setattr("penstock.log.sqlite.upkeep.PRODUCER_KEPT_US", -3_600_000_000)
+        assert log.maintain().producers_forgotten == 1
+        unnamed.send("s", Order("a", 3)).result()
+        named.send("s", Order("a", 4)).result()
+    assert [e.data.amount for e in orders(log, "s")] == [1, 2, 3, 4]
+
+
+def test_metrics_are_written_again_after_their_producer_was_forgotten(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = MetricWriter(log, "listener", "listener/1")
+    writer.write([], {"a": b"1"})
+    monkeypatch.setattr("penstock.log.sqlite.upkeep.PRODUCER_KEPT_US", -3_600_000_000)
+    log.maintain()
+    with pytest.raises(FencedError, match="long disuse"):
+        writer.write([], {"a": b"2"})
+    writer.write([], {"a": b"3"})
+    assert log.progress("a") == b"3"

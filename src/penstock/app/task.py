@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import heapq
 import importlib
 import os
 import socket
@@ -20,10 +19,11 @@ from penstock.connect.push import SinkVote
 from penstock.errors import DamagedError, PenstockError
 from penstock.log.api import CommitOptions, Holder, Log, Part, Piece, Pin
 from penstock.log.batch import Batch
+from penstock.log.merge import Read, in_commit_order
 from penstock.log.read import read_past
 from penstock.records.event import from_microseconds
 
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[1]) + os.sep
 #: what a batch's tasks stage need not be on the disk before its commit is, which syncs it too
 STAGED = CommitOptions(acks="write")
 
@@ -171,13 +171,17 @@ def read_split(log: Log, batch: BatchOrder, split: Split) -> Inputs:
     found: list[Batch] = []
     for range_ in split.again:
         found += read_range(log, batch, range_, damaged)
-    sources = [read_range(log, batch, range_, damaged) for range_ in split.ranges]
-    if len(sources) == 1:
-        found += sources[0]
-    else:
-        runs = [_by_commit(source) for source in sources]
-        found += heapq.merge(*runs, key=lambda batch: batch.commit)
+    found += in_commit_order(
+        {
+            n: (range_.start, _reader(log, batch, range_, damaged))
+            for n, range_ in enumerate(split.ranges)
+        }
+    )
     return Inputs(found, damaged)
+
+
+def _reader(log: Log, batch: BatchOrder, range_: Range, damaged: list[DamagedError]) -> Read:
+    return lambda start: read_range(log, batch, range_._replace(start=start), damaged)
 
 
 def read_range(

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.errors import UsageError
 from penstock.log.quantities import format_duration, parse_duration_ms
+from penstock.records.arrow import TIME_US_MAX, TIME_US_MIN
 from penstock.records.event import from_microseconds, microseconds
 
 Duration = str | int | dt.timedelta
@@ -57,11 +58,15 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
         found = []
         while start > at - self.size_us:
             found.append(self.starting(start))
+            if start <= TIME_US_MIN:
+                break
             start -= self.step_us
         return found
 
     def starting(self, start_us: int) -> Window:
-        return Window(from_microseconds(start_us), from_microseconds(start_us + self.size_us))
+        """The window from there; cut where it leaves the times that there are."""
+        end_us = min(start_us + self.size_us, TIME_US_MAX)
+        return Window(from_microseconds(max(start_us, TIME_US_MIN)), from_microseconds(end_us))
 
 
 def tumbling(size: Duration, *, expires: Duration | None = None) -> Windows:

@@ -91,7 +91,7 @@ def _take(kind: type[S], options: dict[str, OptionValue]) -> tuple[S, dict[str, 
         raise UsageError(f"a log option is wrong: {error}") from None
     for name in mine:
         value, least = getattr(made, name), 0 if name == "upkeep_interval_ms" else 1
-        if isinstance(value, int) and value < least:
+        if isinstance(value, int) and not isinstance(value, bool) and value < least:
             raise UsageError(f"the log option {name} is {value}; it must be at least {least}")
     return made, options
 

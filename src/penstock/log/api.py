@@ -304,7 +304,7 @@ class Log(Protocol):
         """Keep the tables as they are now readable for a while."""
 
     def unpin(self, pin: Pin) -> None:
-        """Give a pin back early; unknown or expired pins are ignored."""
+        """Give a pin back early, if that can be done now; unknown or expired pins are ignored."""
 
     # Upkeep
 

@@ -17,9 +17,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from penstock.errors import UsageError
+from penstock.errors import RecordError, UsageError
 from penstock.log.objects import Stream
-from penstock.records.arrow import arrow_schema, codec_of, codec_of_schema, nullable, python_values
+from penstock.records.arrow import (
+    arrow_schema,
+    arrow_type,
+    check_times,
+    codec_of,
+    codec_of_schema,
+    nullable,
+    python_values,
+)
 from penstock.records.event import (
     DATA,
     DELETED,
@@ -35,9 +43,10 @@ from penstock.records.event import (
     slice_stamped,
     with_explicit_envelope,
 )
-from penstock.records.schema import Record
+from penstock.records.schema import Field, Record, Scalar, Schema
 
 Compression = Literal["none", "lz4", "zstd"]
+_TIME = Field("_time", Scalar("datetime"))
 
 
 def check_compression(name: str) -> None:
@@ -111,6 +120,11 @@ class Batch:
         return f"<Batch {self.stream.name}/{self.partition} {self.first_offset}..{last}>"
 
     @property
+    def memory_bytes(self) -> int:
+        """What it keeps in memory; a slice keeps the whole that it was cut from."""
+        return int(self._kept.get_total_buffer_size())
+
+    @property
     def next_offset(self) -> int:
         """Where reading goes on."""
         if self._offsets is not None:
@@ -150,6 +164,20 @@ class Batch:
             offsets = self._offsets.slice(at, count)
         stored = slice_stamped(self._stored, at, count)
         return Batch(self.stream, self.partition, start, stored, self.runs[first:last], offsets)
+
+    def first_unreadable(self) -> int | None:
+        """The offset of the first event with a time that Python cannot hold, if there is one.
+
+        No door lets such a time in; there were logs before there was a guard at each.
+        """
+        if _times_fit(self._kept, self.stream.record):
+            return None
+        low, high = 0, len(self) - 1
+        while low < high:  # the first `low` rows are fine, and one up to `high` is not
+            middle = (low + high) // 2
+            fine = _times_fit(self._kept.slice(low, middle + 1 - low), self.stream.record)
+            low, high = (middle + 1, high) if fine else (low, middle)
+        return self.offset_of(low)
 
     def keys(self) -> pa.Array:
         """The keys of the events."""
@@ -268,6 +296,18 @@ class Batch:
             return list(codec.from_arrow(data))
         kept = iter(codec.from_arrow(data.filter(pc.invert(deleted))))
         return [None if gone else next(kept) for gone in deleted.to_pylist()]
+
+
+def _times_fit(stored: pa.RecordBatch, record: Schema | None) -> bool:
+    fields = [*(() if record is None else record.fields), _TIME]
+    try:
+        for field in fields:
+            index = stored.schema.get_field_index(field.name)
+            if index >= 0 and stored.column(index).type == arrow_type(field.type):
+                check_times(stored.column(index), field.type, field.name)
+    except RecordError:
+        return False
+    return True
 
 
 def _as_field(fields: dict[str, pa.Field], name: str, array: pa.Array) -> pa.Field:

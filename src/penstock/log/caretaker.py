@@ -19,13 +19,22 @@ class Caretaker:
         self._thread = threading.Thread(target=self._loop, name="penstock-upkeep", daemon=True)
 
     def start(self) -> None:
-        """Start, the first time it is called."""
+        """Start, unless it is running.
+
+        Never raises: callers have other work to do. Where no thread can be had, `last_error` says
+        so, and the next call tries again.
+        """
         if self._interval_s <= 0:
             return
         with self._lock:
-            if not self._started and not self._stop.is_set():
-                self._started = True
+            if self._started or self._stop.is_set():
+                return
+            try:
                 self._thread.start()
+                self._started = True
+                self.last_error = None
+            except RuntimeError as error:
+                self.last_error = f"upkeep could not be started: {error}"
 
     def _loop(self) -> None:
         while not self._stop.wait(self._interval_s):

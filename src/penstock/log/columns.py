@@ -9,14 +9,18 @@ import pyarrow.compute as pc
 from penstock.errors import LimitError, RecordError, UsageError
 from penstock.log.objects import Stream
 from penstock.records.arrow import (
+    NOT_JSON,
     UTC_MICROSECONDS,
     arrow_schema,
+    check_times,
     conform,
     is_alike,
     nullable,
 )
 from penstock.records.cloudevents import check_header
+from penstock.records.documents import check_depth
 from penstock.records.event import DATA, DELETED, ENVELOPE, GIVEN, ids_of, key_bytes, key_column
+from penstock.records.schema import Scalar
 
 ID_CHARS_MAX = 500
 _ALLOWED = tuple(name for name in GIVEN if name != "_source")
@@ -146,9 +150,10 @@ def _json_keys(stream: Stream, column: pa.Array) -> list[bytes | None]:
             if text is None:
                 keys.append(None)
                 continue
+            check_depth(text.encode())
             value = msgspec.json.decode(text)
             keys.append(None if field is None else key_bytes(value[field]))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             raise RecordError(f"stream {stream.name}: row {row} is not JSON: {error}") from None
         except (KeyError, TypeError, IndexError):
             raise RecordError(
@@ -174,6 +179,8 @@ def given_column(
     if not is_alike(column.type, wanted):
         raise RecordError(f"the column {name} is {column.type}, not {wanted}")
     column = column.cast(wanted)
+    if name == "_time":
+        check_times(column, Scalar("datetime"), "the column _time")
     if name == "_headers":
         for row in filter(None, column.to_pylist()):
             _check_headers(row, headers_bytes_max)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from penstock.errors import CommitOutcomeUnknownError
 from penstock.log.api import Commit, Committed, Holder, Log
+from penstock.log.fate import Fate, fate_of
 
 TRIES_MAX = 5
 
@@ -13,12 +12,27 @@ TRIES_MAX = 5
 def commit_surely(log: Log, holder: Holder, sequence: int, commit: Commit) -> Committed:
     """Commit; where the outcome is unknown, commit again: the first of a name wins.
 
-    Raises `CommitOutcomeUnknownError` only after several tries.
+    Raises `CommitOutcomeUnknownError` if a try may have happened and no later one could tell.
     """
-    for _ in range(TRIES_MAX - 1):
-        with contextlib.suppress(CommitOutcomeUnknownError):
+    unknown: Exception | None = None
+    for _ in range(TRIES_MAX):
+        try:
             return log.commit(holder, sequence, commit)
-    return log.commit(holder, sequence, commit)
+        except Exception as error:
+            if fate_of(error) is not Fate.UNKNOWN:
+                if unknown is None:
+                    raise
+                raise _unknown(holder, sequence, error) from error
+            unknown = error
+    assert unknown is not None  # noqa: S101  a try returned, raised, or set it
+    raise _unknown(holder, sequence, unknown) from unknown
+
+
+def _unknown(holder: Holder, sequence: int, error: Exception) -> CommitOutcomeUnknownError:
+    return CommitOutcomeUnknownError(
+        f"commit {sequence} of {holder.producer} may or may not have happened ({error}): commit "
+        "again under the same name to find out"
+    )
 
 
 def next_sequence(log: Log, producer: str) -> int:

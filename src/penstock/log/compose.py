@@ -35,6 +35,7 @@ from penstock.records.arrow import (
     nullable,
 )
 from penstock.records.cloudevents import check_header
+from penstock.records.documents import check_depth
 from penstock.records.event import (
     DATA,
     DELETED,
@@ -328,9 +329,11 @@ def _too_large(stream: Stream, fact: str, limits: Limits) -> LimitError:
 
 def _json_text(stream: Stream, data: object) -> str:
     try:
-        return msgspec.json.encode(data).decode()
-    except (TypeError, OverflowError, ValueError, msgspec.MsgspecError) as error:
-        raise RecordError(f"stream {stream.name} holds JSON, and this is none: {error}") from None
+        text = msgspec.json.encode(data)
+        check_depth(text)
+        return text.decode()
+    except (TypeError, OverflowError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise RecordError(f"stream {stream.name} holds JSON: {error}") from None
 
 
 def _from_mapping(stream: Stream, data: Mapping[object, object]) -> Record:
@@ -338,7 +341,7 @@ def _from_mapping(stream: Stream, data: Mapping[object, object]) -> Record:
     codec = codec_of_schema(stream.record)
     try:
         value = msgspec.convert(data, type=codec.record, strict=True)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise RecordError(f"{codec.schema.name}: {error}") from None
     return codec.validated(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.errors import FencedError
 from penstock.log.api import Commit, Holder, Log
 from penstock.log.compose import Composer, EventOptions
 from penstock.log.names import METRICS
@@ -31,5 +32,9 @@ class MetricWriter:
         events = [admit(stream, metric, EventOptions(), system=True) for metric in metrics]
         parts = [self._composer.part(stream, events)] if events else []
         commit = Commit(parts=parts, progress=progress or {})
-        self._log.commit(self._holder, self._sequence, commit)
+        try:
+            self._log.commit(self._holder, self._sequence, commit)
+        except FencedError:  # forgotten after days without a commit: the machine was asleep
+            self._holder = None
+            raise
         self._sequence += 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.log.api import Limits
+from penstock.log.api import Limits, Part, Placement
 from penstock.log.objects import Stream
 from penstock.records.event import (
     first_id,
@@ -61,3 +63,15 @@ def widen(ranges: list[tuple[int, int, int]], partition: int, first: int, rows: 
         ranges[-1] = (partition, ranges[-1][1], ranges[-1][2] + rows)
     else:
         ranges.append((partition, first, rows))
+
+
+def places(placement: Placement, part: Part) -> Iterator[tuple[int, int | None]]:
+    """Partition and offset of each event of a part, in its order."""
+    homes = homes_of(part.batch, placement.partitions).to_pylist()
+    dropped = set(placement.dropped)
+    offsets: dict[int, Iterator[int]] = {}
+    for partition in {p for p, _, _ in placement.ranges}:
+        ranges = [range(first, first + n) for p, first, n in placement.ranges if p == partition]
+        offsets[partition] = (offset for found in ranges for offset in found)
+    for row, partition in enumerate(homes):
+        yield partition, None if row in dropped else next(offsets[partition])

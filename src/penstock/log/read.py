@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import heapq
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast, overload
@@ -14,14 +13,13 @@ from penstock.errors import DamagedError, UnknownObjectError, UsageError
 from penstock.log.api import Log, Start
 from penstock.log.batch import Batch
 from penstock.log.compose import check_class_fits
+from penstock.log.merge import Read, in_commit_order
 from penstock.log.objects import Stream
 from penstock.records.event import Event, Key, key_bytes
 from penstock.records.schema import Record
 
 R = TypeVar("R", bound=Record)
 
-MERGED_PARTITIONS_MAX = 16
-"""With more partitions than this, they are read one after the other: memory stays bounded."""
 FOLLOW_WAIT_S = 1.0
 
 
@@ -44,27 +42,75 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 def read_batches(log: Log, stream: str, options: ReadOptions = ReadOptions()) -> Iterator[Batch]:
     """Batches of all chosen partitions, in the order of their commits where the log has one.
 
-    What is there when it is called, and with `follow` what comes later. Within a partition
-    always in order of offset.
+    What is there at one moment, after it is called, and with `follow` what comes later. Within a
+    partition always in order of offset.
     """
-    found = log.stream(stream)
-    positions = {p: start_offset(log, stream, p, options.start) for p in chosen(found, options)}
-    stop = options.stop or threading.Event()
-    while not stop.is_set():
-        for batch in _pass(log, stream, positions, options):
+    reading = Reading(log, stream, options)
+    while not reading.is_stopped:
+        for batch in reading.batches():
             yield batch
-            if stop.is_set():
+            if reading.is_stopped:
                 return
         if not options.follow:
             return
-        log.wait(stream, positions, FOLLOW_WAIT_S)
-        now = log.stream(stream)
-        if now.id != found.id:
+        log.wait(stream, reading.positions, FOLLOW_WAIT_S)
+        reading.look()
+
+
+class Reading:
+    """A stream that is being read: how far each partition has come.
+
+    Between two rounds of `batches` somebody waits, in whatever way, and then calls `look`.
+    """
+
+    def __init__(self, log: Log, stream: str, options: ReadOptions) -> None:
+        self._log = log
+        self._stream = stream
+        self._options = options
+        found = log.stream(stream)
+        self._id = found.id
+        self.positions = start_offsets(log, stream, chosen(found, options), options.start)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._options.stop is not None and self._options.stop.is_set()
+
+    def batches(self) -> Iterator[Batch]:
+        """Everything that is there now, at one moment for all partitions.
+
+        The ends are looked up once, so that no commit is seen in one partition and missed in
+        another.
+        """
+        ends = self._log.offsets(self._stream)
+        readers = {
+            partition: (start, self._reader(partition, ends[partition].next))
+            for partition, start in self.positions.items()
+            if partition in ends
+        }
+        for batch in in_commit_order(readers):
+            self.positions[batch.partition] = batch.next_offset
+            yield batch
+
+    def _reader(self, partition: int, end: int) -> Read:
+        def note(damage: DamagedError) -> None:
+            if self._options.on_damage is None:
+                raise damage
+            self._options.on_damage(damage)
+            self.positions[partition] = damage.last_offset + 1
+
+        return lambda start: read_past(self._log, self._stream, partition, start, end, note)
+
+    def look(self) -> None:
+        """See whether it is still the same stream, and whether it has grown."""
+        now = self._log.stream(self._stream)
+        if now.id != self._id:
             raise UnknownObjectError(
-                f"stream {stream} was dropped and created anew while it was followed: read the new "
-                "one from its beginning"
+                f"stream {self._stream} was dropped and created anew while it was followed: read "
+                "the new one from its beginning"
             )
-        _see_growth(now, positions, options)
+        if self._options.partitions is None:
+            for partition in chosen(now, self._options):
+                self.positions.setdefault(partition, 0)
 
 
 @overload
@@ -112,21 +158,25 @@ def _events(
         yield from batch.events(record, key)
 
 
-def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:
-    """The offset at which reading a partition starts."""
+def start_offsets(log: Log, stream: str, partitions: Sequence[int], start: Start) -> dict[int, int]:
+    """The offset at which reading each partition starts, all as of one moment."""
     if not isinstance(start, dt.datetime | int) and start not in ("earliest", "latest"):
         raise UsageError(
             f"start is {start!r}; it is earliest, latest, an offset or a time (a datetime)"
         )
     if isinstance(start, dt.datetime):
-        return log.offset_at(stream, partition, start)
-    if start == "latest":
-        return log.offsets(stream)[partition].next
-    if start == "earliest":
-        return log.offsets(stream)[partition].first
-    if start < 0:
-        raise UsageError(f"an offset is 0 or more, not {start}")
-    return start
+        return {p: log.offset_at(stream, p, start) for p in partitions}
+    if isinstance(start, int):
+        if start < 0:
+            raise UsageError(f"an offset is 0 or more, not {start}")
+        return dict.fromkeys(partitions, start)
+    now = log.offsets(stream)
+    return {p: now[p].next if start == "latest" else now[p].first for p in partitions}
+
+
+def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:
+    """The offset at which reading a partition starts."""
+    return start_offsets(log, stream, [partition], start)[partition]
 
 
 def chosen(stream: Stream, options: ReadOptions) -> list[int]:
@@ -143,39 +193,6 @@ def chosen(stream: Stream, options: ReadOptions) -> list[int]:
                 f"it has 0 to {stream.partitions - 1}"
             )
     return list(options.partitions)
-
-
-def _see_growth(stream: Stream, positions: dict[int, int], options: ReadOptions) -> None:
-    """Start at the beginning of partitions that were added since."""
-    if options.partitions is None:
-        for partition in chosen(stream, options):
-            positions.setdefault(partition, 0)
-
-
-def _pass(
-    log: Log, stream: str, positions: dict[int, int], options: ReadOptions
-) -> Iterator[Batch]:
-    """Everything that is there now; moves the positions along."""
-    sources = [_partition(log, stream, p, positions, options) for p in sorted(positions)]
-    if len(sources) > MERGED_PARTITIONS_MAX:
-        for source in sources:
-            yield from source
-    else:
-        yield from heapq.merge(*sources, key=lambda batch: (batch.commit, batch.partition))
-
-
-def _partition(
-    log: Log, stream: str, partition: int, positions: dict[int, int], options: ReadOptions
-) -> Iterator[Batch]:
-    def note(damage: DamagedError) -> None:
-        if options.on_damage is None:
-            raise damage
-        options.on_damage(damage)
-        positions[partition] = damage.last_offset + 1
-
-    for batch in read_past(log, stream, partition, positions[partition], None, note):
-        positions[partition] = batch.next_offset
-        yield batch
 
 
 def read_past(

@@ -43,7 +43,8 @@ class Transaction:
             tx.send("invoices", invoice)
             tx.save("billing/position", b"42")
 
-    Leaving the block commits; an exception rolls back. `producer` is a name (opening it
+    Leaving the block commits; an exception rolls back, except one of `commit` itself that is
+    retriable: then `commit` may be called again. `producer` is a name (opening it
     fences its older holder), a holder that you have, or nothing for a name of its own.
     `sequence` names the commit; by default it follows the producer's latest. Memory is
     bounded: what exceeds `transaction_memory_bytes_max` waits in the log, unseen.
@@ -75,6 +76,7 @@ class Transaction:
         self._pieces: list[Piece] = []
         self._progress: dict[str, bytes | None] = {}
         self._bytes = 0
+        self._postponed: PenstockError | None = None
 
     @property
     def state(self) -> State:
@@ -114,7 +116,7 @@ class Transaction:
             return
         if error is None:
             self.commit()
-        else:
+        elif error is not self._postponed:
             self.roll_back()
 
     def send(
@@ -171,8 +173,9 @@ class Transaction:
             done = self._log.commit(holder, sequence, commit, self._options)
         except CommitOutcomeUnknownError:
             raise
-        except PenstockError:
+        except PenstockError as error:
             self._state = before
+            self._postponed = error if error.retriable else None
             raise
         if done.repeated and before == "open" and self._numbered_here:
             self._state = "rolled back"

@@ -38,6 +38,8 @@ from penstock.records.schema import (
 )
 
 UTC_MICROSECONDS = pa.timestamp("us", tz="UTC")
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are no JSON, or are nested too deep to be read."""
 _ARROW: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "int": pa.int64(),
@@ -50,8 +52,25 @@ _ARROW: dict[str, pa.DataType] = {
     "uuid": pa.string(),
 }
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+_DAY_US = 86_400_000_000
+#: what Python's times can hold in UTC, years 1 to 9999, in the units of the Arrow type
+_DAYS = ((dt.date.min - _EPOCH.date()).days, (dt.date.max - _EPOCH.date()).days)
+TIME_US_MIN, TIME_US_MAX = _DAYS[0] * _DAY_US, (_DAYS[1] + 1) * _DAY_US - 1
+_RANGES = {
+    "datetime": (TIME_US_MIN, TIME_US_MAX),
+    "naive_datetime": (TIME_US_MIN, TIME_US_MAX),
+    "date": _DAYS,
+}
 _UUID = "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 _BUILTIN = (bytes, dt.datetime, dt.date, decimal.Decimal)
+
+
+OUT_OF_RANGE = "a time outside the years 1 to 9999 in UTC"
+
+
+def is_in_range(time: dt.datetime) -> bool:
+    """Whether a time is one that Python can hold in UTC too, wherever it was written."""
+    return TIME_US_MIN <= (time - _EPOCH) // dt.timedelta(microseconds=1) <= TIME_US_MAX
 
 
 @functools.cache
@@ -156,11 +175,16 @@ class RecordCodec:
             )
         try:
             found = self._one.decode(self._pack.encode(value))
-        except (msgspec.ValidationError, TypeError, OverflowError, ValueError) as error:
+        except (*NOT_JSON, msgspec.EncodeError, TypeError, OverflowError, ValueError) as error:
+            if isinstance(error, OverflowError):
+                self._check_leaves(value)  # which can name what does not fit
             raise RecordError(f"{self.record.__name__}: {error}") from None
-        for leaf, type_, path in _walk(found, self.schema, self.record.__name__):
-            _check_leaf(leaf, type_, path)
+        self._check_leaves(found)
         return found
+
+    def _check_leaves(self, value: Record) -> None:
+        for leaf, type_, path in _walk(value, self.schema, self.record.__name__):
+            _check_leaf(leaf, type_, path)
 
     def from_json(self, text: bytes | str) -> Record:
         """Decode and validate one JSON object."""
@@ -168,7 +192,7 @@ class RecordCodec:
             value = msgspec.json.decode(text, type=self.record)
         except msgspec.ValidationError as error:
             raise RecordError(f"{self.record.__name__}: {error}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             raise RecordError(f"not valid JSON: {error}") from None
         return self.validated(value)
 
@@ -196,10 +220,13 @@ class RecordCodec:
     def _column(self, values: list[object], field: Field) -> pa.Array:
         if not _is_plain(field.type):
             values = msgspec.to_builtins(values, builtin_types=_BUILTIN)
+        path = f"{self.record.__name__}.{field.name}"
         try:
-            return pa.array(values, arrow_type(field.type))
+            column = pa.array(values, arrow_type(field.type))
         except (pa.ArrowException, OverflowError, TypeError) as error:
-            raise RecordError(f"{self.record.__name__}.{field.name}: {error}") from None
+            raise RecordError(f"{path}: {error}") from None
+        check_times(column, field.type, path)
+        return column
 
     def from_arrow(self, batch: pa.RecordBatch) -> list[Record]:
         """The records of a batch; a field that the batch does not have yet is `None`."""
@@ -351,6 +378,7 @@ def check_column(column: pa.Array, type_: Type, path: str) -> None:
         column, type_ = column.drop_null(), type_.of
     elif column.null_count:
         raise RecordError(f"the column {path} has nulls; {type_} allows none")
+    check_times(column, type_, path)
     match type_:
         case Choice(values=values):
             _check_all(column, pc.is_in(column, value_set=pa.array(values)), type_, path)
@@ -366,6 +394,31 @@ def check_column(column: pa.Array, type_: Type, path: str) -> None:
         case Schema(fields=fields):
             for field, inner in zip(fields, column.flatten(), strict=True):
                 check_column(inner, field.type, f"{path}.{field.name}")
+
+
+def check_times(column: pa.Array, type_: Type, path: str) -> None:
+    """Raise `RecordError` where a time or date is one that Python's own types cannot hold."""
+    if not _holds_times(type_):
+        return
+    match type_:
+        case Maybe(of=of):
+            check_times(column, of, path)
+        case Scalar(kind=kind):
+            units = column.cast(pa.int32() if kind == "date" else pa.int64())
+            found = pc.min_max(units).as_py()
+            least, most = _RANGES[kind]
+            if found["min"] is not None and (found["min"] < least or found["max"] > most):
+                raise RecordError(f"{path} holds {OUT_OF_RANGE}")
+        case ListOf(item=item) | SetOf(item=item):
+            check_times(column.flatten(), item, f"{path}[]")
+        case DictOf():
+            try:
+                python_values(column)
+            except (OverflowError, ValueError):
+                raise RecordError(f"{path} holds {OUT_OF_RANGE}") from None
+        case Schema(fields=fields):
+            for field, inner in zip(fields, column.flatten(), strict=True):
+                check_times(inner, field.type, f"{path}.{field.name}")
 
 
 def _check_all(column: pa.Array, fits: pa.Array, type_: Type, path: str) -> None:
@@ -402,11 +455,14 @@ def _check_leaf(leaf: object, type_: Type, path: str) -> None:
             pa.scalar(leaf, arrow_type(type_))
         except (pa.ArrowException, OverflowError):
             raise RecordError(f"{path}: {leaf} does not fit {type_}") from None
-    elif isinstance(leaf, dt.datetime) and leaf.tzinfo is None:
-        raise RecordError(
-            f"{path}: {leaf.isoformat()} has no time zone; use datetime.now(UTC), or declare "
-            "the field as Annotated[datetime, msgspec.Meta(tz=False)] to keep it without"
-        )
+    elif isinstance(leaf, dt.datetime):
+        if leaf.tzinfo is None:
+            raise RecordError(
+                f"{path}: {leaf.isoformat()} has no time zone; use datetime.now(UTC), or declare "
+                "the field as Annotated[datetime, msgspec.Meta(tz=False)] to keep it without"
+            )
+        if not is_in_range(leaf):
+            raise RecordError(f"{path}: {leaf.isoformat()} is {OUT_OF_RANGE}")
 
 
 def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type, str]]:
@@ -428,6 +484,11 @@ def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type,
         case Schema(fields=fields) if _needs_walk(type_):
             for name, field in zip(type(value).__struct_fields__, fields, strict=True):  # type: ignore[attr-defined]
                 yield from _walk(getattr(value, name), field.type, f"{path}.{field.name}")
+
+
+@functools.cache
+def _holds_times(type_: Type) -> bool:
+    return any(isinstance(part, Scalar) and part.kind in _RANGES for part in _parts(type_))
 
 
 @functools.cache

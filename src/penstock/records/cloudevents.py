@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from penstock.errors import RecordError
+from penstock.records.arrow import NOT_JSON, OUT_OF_RANGE, is_in_range
 from penstock.records.event import Event, JsonValue
 
 SPEC_VERSION = "1.0"
@@ -99,7 +100,7 @@ def from_binary(attributes: Mapping[str, str], body: bytes | None) -> Event[Data
         return _event(attributes, body)
     try:
         return _event(attributes, msgspec.json.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise RecordError(f"the CloudEvent's data is not valid JSON: {error}") from None
 
 
@@ -159,6 +160,8 @@ def _time(text: str | None) -> dt.datetime:
         raise RecordError(f"the CloudEvent's time {text!r} is not an RFC 3339 time") from None
     if time.tzinfo is None:
         raise RecordError(f"the CloudEvent's time {text!r} has no time zone: add Z or +hh:mm")
+    if not is_in_range(time):
+        raise RecordError(f"the CloudEvent's time {text!r} is {OUT_OF_RANGE}")
     return time.astimezone(dt.UTC)
 
 

@@ -20,6 +20,7 @@ import pyarrow.json
 
 from penstock.errors import RecordError
 from penstock.records.arrow import (
+    NOT_JSON,
     RecordCodec,
     arrow_schema,
     arrow_type,
@@ -38,9 +39,14 @@ from penstock.records.schema import (
     record_type,
 )
 
+JSON_DEPTH_MAX = 200
+"""How deep JSON may be nested: Python's own limit depends on where it is read."""
 _NEEDS_ESCAPE = r'["\\\x00-\x1f]'
 _NOT_FINITE = {"nan": '"NaN"', "inf": '"Infinity"', "-inf": '"-Infinity"'}
 _NAMED = re.compile(rb'"(NaN|-?Infinity)"')
+_SPACE = b" \t\r\n"
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
 _encoder = msgspec.json.Encoder()
 _READ_KINDS = ("bool", "int", "float", "str", "datetime", "naive_datetime", "date", "uuid")
 #: how times are written here; Arrow's reader takes other forms too, which msgspec refuses
@@ -154,8 +160,8 @@ def _is_plain(schema: Schema) -> bool:
 
 def _by_column(values: Sequence[bytes], schema: Schema) -> pa.RecordBatch | None:
     """What Arrow's reader makes of them; `None` where it is not sure."""
-    if not all(value.startswith(b"{") for value in values):
-        return None  # Arrow's reader does not survive a bare null, and takes two for one
+    if not (_are_flat(values) or (_start_alike(values) and _are_separate(values))):
+        return None
     wanted = arrow_schema(schema)
     text = b"\n".join(values)
     options = pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1)
@@ -175,6 +181,42 @@ def _by_column(values: Sequence[bytes], schema: Schema) -> pa.RecordBatch | None
     except (pa.ArrowException, RecordError):
         return None
     return pa.RecordBatch.from_arrays(columns, schema=wanted)
+
+
+def _are_flat(values: Sequence[bytes]) -> bool:
+    """Whether each is one object or nothing at all, because no brace is anywhere inside.
+
+    A quick look: what is not flat may still be right.
+    """
+    column = pa.array(values, pa.binary())
+    return bool(
+        pc.all(pc.starts_with(column, "{")).as_py()
+        and pc.all(pc.ends_with(column, "}")).as_py()
+        and pc.max(pc.count_substring(column, "{")).as_py() == 1
+        and pc.max(pc.count_substring(column, "}")).as_py() == 1
+        and pc.max(pc.count_substring(column, "[")).as_py() < JSON_DEPTH_MAX
+    )
+
+
+def _start_alike(values: Sequence[bytes]) -> bool:
+    """Arrow's reader does not survive a bare null."""
+    return all(value.startswith(b"{") for value in values)
+
+
+def _are_separate(values: Sequence[bytes]) -> bool:
+    """Whether each is JSON by itself: the broken end of one may be mended by the next.
+
+    What may be nested too deep is not looked into here.
+    """
+    if any(map(_may_be_deep, values)):
+        return False
+    try:
+        found = msgspec.json.decode(b"[" + b",".join(values) + b"]", type=list[msgspec.Raw])
+    except NOT_JSON:
+        return False
+    return len(found) == len(values) and all(
+        bytes(raw) == value.strip(_SPACE) for raw, value in zip(found, values, strict=True)
+    )
 
 
 @functools.cache
@@ -202,13 +244,13 @@ def _read(column: pa.Array, type_: Type) -> pa.Array:
 
 
 def _by_record(values: Sequence[bytes | None], schema: Schema) -> pa.RecordBatch | None:
+    texts = cast(Sequence[bytes], values)
+    if not _are_separate(texts):
+        return None
     try:
-        text = b"[" + b",".join(cast(Sequence[bytes], values)) + b"]"
-        records = _decoder(schema).decode(text)
-        if len(records) != len(values):
-            return None
+        records = _decoder(schema).decode(b"[" + b",".join(texts) + b"]")
         return codec_of_schema(schema).to_arrow(records)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecordError):
+    except (*NOT_JSON, RecordError):
         return None
 
 
@@ -222,8 +264,9 @@ def _one_by_one(values: Sequence[bytes | None], schema: Schema) -> Documents:
         try:
             # Only the lenient one knows the names of what is no number.
             decoder = lenient if value and _NAMED.search(value) else exact
+            check_depth(value or b"")
             found.append((row, None if value is None else decoder.decode(value)))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             wrong.append((row, str(error)))
     try:
         return Documents(codec.to_arrow([record for _, record in found]), wrong)
@@ -263,11 +306,10 @@ def not_json(values: Sequence[bytes | None]) -> list[tuple[int, str]]:
 
 def _are_json(values: Sequence[bytes]) -> bool:
     try:
-        found = msgspec.json.decode(b"[" + b",".join(values) + b"]", type=list[msgspec.Raw])
         pa.array(values, pa.binary()).cast(pa.string())
-    except (msgspec.DecodeError, UnicodeDecodeError, pa.ArrowInvalid):
+    except pa.ArrowInvalid:
         return False
-    return len(found) == len(values)
+    return _are_separate(values)
 
 
 def _why_no_json(value: bytes | None) -> str:
@@ -275,6 +317,22 @@ def _why_no_json(value: bytes | None) -> str:
         if value is not None:
             value.decode()
             msgspec.json.decode(value, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            check_depth(value)
+    except NOT_JSON as error:
         return str(error)
     return ""
+
+
+def check_depth(text: bytes) -> None:
+    """Raise `msgspec.DecodeError` where JSON is nested deeper than every reader can follow."""
+    if not _may_be_deep(text):
+        return
+    depth = 0
+    for bracket in _BRACKET.findall(_STRING.sub(b"", text)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > JSON_DEPTH_MAX:
+            raise msgspec.DecodeError(f"it is nested more than {JSON_DEPTH_MAX} deep")
+
+
+def _may_be_deep(text: bytes) -> bool:
+    return text.count(b"[") + text.count(b"{") > JSON_DEPTH_MAX

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import RecordError
-from penstock.records.arrow import UTC_MICROSECONDS
+from penstock.records.arrow import OUT_OF_RANGE, UTC_MICROSECONDS, is_in_range
 
 Key = str | int | bytes
 JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
@@ -134,6 +134,8 @@ def microseconds(time: dt.datetime) -> int:
     """Microseconds since 1970, exact."""
     if time.tzinfo is None:
         raise RecordError(f"the time {time.isoformat()} has no time zone; use datetime.now(UTC)")
+    if not is_in_range(time):
+        raise RecordError(f"{time.isoformat()} is {OUT_OF_RANGE}")
     return (time - _EPOCH) // _MICROSECOND
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from penstock.app.definitions import Definition
@@ -16,7 +15,7 @@ from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.executor import SparkExecutor
-from penstock.spark.failures import user_failure
+from penstock.spark.failures import SPARK_ERRORS, reason, user_failure
 from penstock.spark.frames import FrameExecutor, Shape
 from penstock.spark.streaming import StatefulQuery
 
@@ -71,9 +70,9 @@ class SparkBackend:
             return Shape(log, self._spark, definition)
         except PenstockError:
             raise
-        except PySparkException as error:
-            what = str(error).strip().splitlines()[0]
-            raise AppError(f"{definition.location}: {definition.name}: {what}") from error
+        except SPARK_ERRORS as error:
+            why = reason(error)
+            raise AppError(f"{definition.location}: {definition.name}: {why}") from error
         except Exception as error:
             failure = user_failure(definition.name, error)
             raise AppError(

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from pyspark import SparkContext
 from pyspark.core.broadcast import Broadcast
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import SparkGoneError
 from penstock.log import OptionValue
-from penstock.spark.failures import spark_alive, user_failure
+from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
 from penstock.spark.shipping import pack, unpack
 from penstock.spark.worker import worker_log
 
@@ -50,12 +49,12 @@ class SparkExecutor:
         try:
             with spark_alive():
                 told = self._context.parallelize(range(count), count).mapPartitions(task).collect()
-        except PySparkException as error:
+        except SPARK_ERRORS as error:
             return [Outcome(failure=user_failure(batch.query, error))]
         return [_OUTCOME.decode(outcome) for outcome in told]
 
     def close(self) -> None:
-        with contextlib.suppress(SparkGoneError, PySparkException), spark_alive():
+        with contextlib.suppress(SparkGoneError, *SPARK_ERRORS), spark_alive():
             self._works.unpersist()
 
 

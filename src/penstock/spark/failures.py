@@ -6,13 +6,25 @@ import contextlib
 import re
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
-from py4j.protocol import Py4JNetworkError
+import pyspark
+from py4j.protocol import Py4JJavaError, Py4JNetworkError
+from pyspark.errors import PySparkException
 
+import penstock
 from penstock.app.task import Failure, user_traceback
 from penstock.errors import SparkGoneError
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+, in .*$')
+#: where the two packages lie here; elsewhere they are installed, or come in an archive
+_PACKAGES = tuple(str(Path(str(p.__file__)).parent) + "/" for p in (pyspark, penstock))
+_ELSEWHERE = re.compile(r"(/(site|dist)-packages|\.zip)/(pyspark|penstock)/")
+
+
+SPARK_ERRORS = (PySparkException, Py4JJavaError)
+"""What a call of Spark's raises when a job or a plan fails."""
+_DEAD_WORKER = "Python worker exited unexpectedly"
 
 
 @contextlib.contextmanager
@@ -42,6 +54,8 @@ def user_failure(definition: str, error: BaseException) -> Failure:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one line; of an error of Java's, what caused it in the end."""
+    if _DEAD_WORKER in str(error):
+        return "a worker process of Spark died: it was killed, or ran out of memory"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
     if causes:
@@ -62,10 +76,15 @@ def worker_traceback(text: str) -> str | None:
     for line in lines[1:]:
         frame = _FRAME.match(line)
         if frame:
-            is_kept = not re.search(r"/(pyspark|penstock)/|pyspark\.zip", frame["file"])
+            is_kept = not _is_ours(frame["file"])
         elif not line.startswith(" "):
             kept.append(line)
             break
         if is_kept:
             kept.append(line)
     return "\n".join(kept)
+
+
+def _is_ours(file: str) -> bool:
+    """Whether a file is Spark's or Penstock's own, whatever the user's folders are called."""
+    return file.startswith(_PACKAGES) or _ELSEWHERE.search(file) is not None

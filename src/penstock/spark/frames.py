@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
@@ -28,7 +27,7 @@ from penstock.log.objects import Stream, StreamSpec
 from penstock.log.table import unpacker
 from penstock.records.event import DELETED
 from penstock.spark.columns import exchanged, for_spark, record_of, spark_schema, stream_columns
-from penstock.spark.failures import spark_alive, user_failure
+from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
 from penstock.spark.sink import stage_batches
 from penstock.spark.source import entry_columns
 from penstock.spark.worker import worker_log
@@ -469,7 +468,7 @@ class FrameExecutor:
             with spark_alive(), ordered(self._spark, batch):
                 # A new DataFrame of the same plan: no shuffle of the last batch is taken for this.
                 outcomes = collect_staged(plan.select("outcome"))
-        except PySparkException as error:
+        except SPARK_ERRORS as error:
             return [Outcome(failure=user_failure(self._shape.definition.name, error))]
         rows = sum(range_.end - range_.start for split in batch.splits for range_ in split.ranges)
         return [*outcomes, Outcome(rows_in=rows)]

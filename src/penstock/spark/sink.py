@@ -20,7 +20,7 @@ from pyspark.sql.datasource import (
 from penstock.app.task import STAGED
 from penstock.errors import PlanChangedError, SequenceError, UsageError
 from penstock.log.api import Commit, Holder, Log, Piece
-from penstock.log.commit import next_sequence
+from penstock.log.commit import commit_surely, next_sequence
 from penstock.log.compose import Composer
 from penstock.records.event import DELETED
 from penstock.spark.options import SourceOptions
@@ -90,7 +90,7 @@ class BatchWriter(DataSourceArrowWriter):
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         pieces = _all_pieces(messages)
         with quiet_log(self._options.log, self._options.for_log) as log:
-            log.commit(self._holder, self._sequence, Commit(pieces=pieces))
+            commit_surely(log, self._holder, self._sequence, Commit(pieces=pieces))
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Nothing was visible, and what was staged is swept."""
@@ -159,7 +159,8 @@ class StreamWriter(DataSourceStreamArrowWriter):
                     )
                 return
             progress = {checkpoint_key(self._producer): f"{first.query} {mark}".encode()}
-            log.commit(holder, batchId, Commit(pieces=_all_pieces(messages), progress=progress))
+            commit = Commit(pieces=_all_pieces(messages), progress=progress)
+            commit_surely(log, holder, batchId, commit)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Nothing was visible, and what was staged is swept."""

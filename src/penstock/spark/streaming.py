@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
 from pyspark.sql.streaming.query import StreamingQuery
@@ -37,7 +36,7 @@ from penstock.errors import (
 from penstock.log import OptionValue
 from penstock.log.api import Holder, Log
 from penstock.spark.columns import stream_columns
-from penstock.spark.failures import spark_alive, user_failure
+from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
 from penstock.spark.frames import (
     Shape,
     collect_staged,
@@ -127,7 +126,7 @@ class StatefulQuery:
         """Start Spark's query and stay with it until it ends, or is told to."""
         try:
             self._query = self._start()
-        except PySparkException as error:
+        except SPARK_ERRORS as error:
             raise self._known(error) from None
         try:
             while not stop.is_set():
@@ -136,7 +135,7 @@ class StatefulQuery:
             deadline = time.monotonic() + STOP_WAIT_S
             while self._is_busy and time.monotonic() < deadline:
                 time.sleep(0.02)
-        except PySparkException as error:
+        except SPARK_ERRORS as error:
             raise self._known(error) from None
         finally:
             self._stop(self._query)
@@ -183,7 +182,7 @@ class StatefulQuery:
             return reader.options(**for_log, **settings).load(stream)
 
     def _stop(self, query: StreamingQuery) -> None:
-        with contextlib.suppress(PySparkException, SparkGoneError), spark_alive():
+        with contextlib.suppress(SparkGoneError, *SPARK_ERRORS), spark_alive():
             query.stop()
 
     # One micro-batch
@@ -343,7 +342,7 @@ class StatefulQuery:
         if query is not None:
             self._stop(query)
 
-    def _known(self, error: PySparkException) -> BaseException:
+    def _known(self, error: Exception) -> BaseException:
         """The error that the user can do something about, rather than Spark's wrapping of it."""
         if isinstance(self._error, PenstockError):
             return self._error

@@ -2,3 +2,10 @@
 
 Needs `penstock[testing]`.
 """
+
+import pytest
+
+# Before these are imported: a failing `assert` in them then says what it compared.
+pytest.register_assert_rewrite(
+    "penstock.testing.contract", "penstock.testing.workload", "penstock.testing.model"
+)

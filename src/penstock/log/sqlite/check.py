@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import apsw
 
 from penstock.errors import DamagedError, LogError, ObjectExistsError
 from penstock.log.api import Damage, Progress
+from penstock.log.batch import Batch
 from penstock.log.names import StreamName
 from penstock.log.objects import Stream
 from penstock.log.sqlite.connection import ReaderPool, many, one, translated
@@ -23,10 +24,19 @@ from penstock.log.sqlite.reading import (
     decode,
     read_stored,
     row_near,
+    unreadable,
 )
 
 BACKUP_PAGES = 1024
 OFFSET_MAX = 2**63 - 1
+ENTRIES = 1000
+_BOOKS = {
+    "producers": "the latest commits of producers",
+    "progress": "the progress of apps, connectors and others",
+    "ids": "ids that producers gave",
+    "id_ranges": "ids that producers gave",
+    "pieces": "what is staged and not committed yet",
+}
 
 
 class Verifier:
@@ -40,38 +50,112 @@ class Verifier:
 
     def run(self, directory: Directory) -> Iterator[Damage]:
         yield from self._file()
-        streams: list[Stream] = []
-        with self._pool.lend() as connection:
-            names = [StreamName(*name) for name in many(connection, "stream_names")]
-        for name in names:
-            try:
-                with self._pool.lend() as connection:
-                    found = directory.find(connection, name)
-            except LogError as error:
-                yield Damage(str(error), str(name))
-                continue
-            streams += [found] if found is not None else []
-        with self._pool.lend() as connection:
-            counted = one(connection, "batch_count")
-            self._total = int(counted[0]) if counted else 0
-            partitions = many(connection, "all_partitions")
-        by_id = {stream.id: stream for stream in streams}
-        for stream_id, partition, first, next_ in partitions:
-            if stream_id in by_id:
-                yield from self._partition(by_id[stream_id], partition, first, next_)
+        streams: dict[int, Stream] = {}
+        yield from self._streams(directory, streams)
+        yield from self._events(streams)
+        for stream in streams.values():
+            if stream.spec.table:
+                yield from self._entries(stream)
+        yield from self._books()
         self._progress(self._total, self._total)
 
     def _file(self) -> Iterator[Damage]:
-        """SQLite's own check of its pages and indexes."""
+        """SQLite's own check of its pages and indexes; what follows says what that means."""
+        messages: list[str] = []
         try:
             with self._pool.lend() as connection:
                 for (message,) in connection.execute("PRAGMA quick_check(20)"):
-                    if message != "ok":
-                        yield Damage(f"the SQLite file is damaged: {message}")
-        except DamagedError:
-            raise
-        except Exception as error:
-            yield Damage(f"the SQLite file is damaged: {_why(error)}")
+                    messages += [line for line in str(message).splitlines() if "***" not in line]
+        except LogError as error:
+            messages.append(_why(error))
+        if messages == ["ok"]:
+            return
+        shown = "; ".join(messages[:3]) + ("; …" if len(messages) > 3 else "")
+        yield Damage(
+            f"the file's own pages are damaged (SQLite says: {shown}). What cannot be read is "
+            "listed here; what is not listed can. Write to this log no more: restore a backup, or "
+            "copy what can be read into a new log (penstock read --skip-damaged)"
+        )
+
+    def _streams(self, directory: Directory, found: dict[int, Stream]) -> Iterator[Damage]:
+        """The declarations of the streams, without which nothing of them can be read."""
+        try:
+            with self._pool.lend() as connection:
+                names = [StreamName(*name) for name in many(connection, "stream_names")]
+        except LogError as error:
+            yield Damage(
+                f"the list of streams cannot be read ({_why(error)}): nothing in this log can be "
+                "read; restore a backup"
+            )
+            return
+        for name in names:
+            try:
+                with self._pool.lend() as connection:
+                    stream = directory.find(connection, name)
+                if stream is not None:
+                    found[stream.id] = stream
+            except LogError as error:
+                yield Damage(
+                    f"stream {name}: its declaration cannot be read ({_why(error)}), and so none "
+                    "of its events; restore them from a backup",
+                    str(name),
+                )
+
+    def _events(self, streams: Mapping[int, Stream]) -> Iterator[Damage]:
+        try:
+            with self._pool.lend() as connection:
+                counted = one(connection, "batch_count")
+                self._total = int(counted[0]) if counted else 0
+        except LogError:
+            self._total = 0  # the same is found, and told of, below
+        for stream in streams.values():
+            try:
+                with self._pool.lend() as connection:
+                    bounds = many(connection, "offsets", stream.id)
+            except LogError as error:
+                yield Damage(
+                    f"stream {stream.name}: where its partitions begin and end cannot be read "
+                    f"({_why(error)}), and so none of its events; restore them from a backup",
+                    str(stream.name),
+                )
+                continue
+            for partition, first, next_ in bounds:
+                try:
+                    yield from self._partition(stream, partition, first, next_)
+                except LogError as error:
+                    yield Damage(
+                        f"stream {stream.name}, partition {partition}: its index cannot be read "
+                        f"({_why(error)}): events are missing; restore them from a backup",
+                        str(stream.name),
+                        partition,
+                    )
+
+    def _entries(self, stream: Stream) -> Iterator[Damage]:
+        after: bytes | None = b""
+        try:
+            while after is not None:
+                with self._pool.lend() as connection:
+                    rows = many(connection, "entries_after", stream.id, after, ENTRIES)
+                after = rows[-1][0] if rows else None
+        except LogError as error:
+            yield Damage(
+                f"table {stream.name}: entries cannot be read ({_why(error)}). Its changelog is a "
+                "stream of events, listed here only where that is damaged too: what a table holds "
+                "follows from it; restore a backup",
+                str(stream.name),
+            )
+
+    def _books(self) -> Iterator[Damage]:
+        """What the log knows of those who write to it."""
+        for name, meaning in _BOOKS.items():
+            try:
+                with self._pool.lend() as connection:
+                    connection.execute(f"SELECT * FROM {name}").fetchall()  # noqa: S608  our own
+            except LogError as error:
+                yield Damage(
+                    f"{meaning} cannot be read ({_why(error)}): who writes again may write twice. "
+                    "Restore a backup"
+                )
 
     def _partition(
         self, stream: Stream, partition: int, first: int, next_: int
@@ -106,7 +190,9 @@ class Verifier:
                 try:
                     data = read_stored(connection, row)
                     if data is not None:
-                        decode(stream, partition, row, data)
+                        bad = _first_unreadable(decode(stream, partition, row, data), offset)
+                        if bad is not None:
+                            raise unreadable(stream, partition, bad)
                         return row
                     if row == seen:
                         raise WrongBatchError("its data is missing")
@@ -134,8 +220,14 @@ class Verifier:
         return row is not None and offset >= row[0]
 
 
-def _why(error: Exception) -> str:
-    """What SQLite itself said."""
+def _first_unreadable(batch: Batch, offset: int) -> int | None:
+    """From `offset` on: what lies before it was told of already."""
+    left = batch.sliced(max(offset, batch.first_offset), batch.next_offset)
+    return left.first_unreadable()
+
+
+def _why(error: LogError) -> str:
+    """What SQLite itself said: what to do about it is said by whoever knows what it means."""
     return str(error.__cause__ or error)
 
 

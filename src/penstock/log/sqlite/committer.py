@@ -22,6 +22,7 @@ from penstock.errors import (
     CommitOutcomeUnknownError,
     LogBusyError,
     LogFullError,
+    LogReadOnlyError,
     PenstockError,
 )
 from penstock.failpoints import failpoint
@@ -145,10 +146,18 @@ class Committer:
     and anything it raises later undoes the group, whose members are then run one by one.
     """
 
-    def __init__(self, path: Path, vfs: str | None, on_commit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        vfs: str | None,
+        on_commit: Callable[[], None],
+        *,
+        read_only: bool = False,
+    ) -> None:
         self._path = path
         self._vfs = vfs
         self._on_commit = on_commit
+        self._read_only = read_only
         self._lock = threading.Lock()
         self._queue: deque[_Ticket[object]] = deque()
         self._connection: apsw.Connection | None = None
@@ -163,6 +172,8 @@ class Committer:
         work is not done); `CommitOutcomeUnknownError` when COMMIT itself failed.
         """
         check_process(self._process, self._path)
+        if self._read_only:
+            raise LogReadOnlyError(f"the log {self._path} was opened read-only")
         deadline = time.monotonic() + timeout_s
         ticket: _Ticket[T] = _Ticket(work, durable, deadline)
         held = False

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import quote
 
 import apsw
 import pyarrow as pa
@@ -30,6 +31,12 @@ CACHE_KIB = 16 << 10
 READERS_IDLE_MAX = 8
 OPEN_BUSY_S = 10.0
 OPEN_PAUSE_S = 0.02
+WRITE_LOCK = 120
+"""Which byte of the -shm file SQLite locks to write."""
+
+
+Access = Literal["write", "read", "frozen"]
+"""`frozen` is for a file that nobody can write to at the moment: SQLite then takes no locks."""
 
 
 def sql(name: str) -> str:
@@ -113,7 +120,9 @@ def translate(error: apsw.Error, path: Path) -> errors.LogError:
                 f"the disk that holds {path} is full; free some space and try again"
             )
         case apsw.BusyError() | apsw.LockedError():
-            return errors.LogBusyError(f"{path} was held by another writer for too long; try again")
+            return errors.LogBusyError(
+                f"{path} was held by another writer{_writer_of(path)} for too long; try again"
+            )
         case apsw.ReadOnlyError() | apsw.CantOpenError() | apsw.PermissionsError():
             return errors.LogReadOnlyError(
                 f"{path} cannot be opened for writing: {error}; a log needs write access to its "
@@ -131,9 +140,31 @@ def translate(error: apsw.Error, path: Path) -> errors.LogError:
     return errors.LogError(f"{path}: {error}")
 
 
-def connect(path: Path, vfs: str | None = None) -> apsw.Connection:
+def _writer_of(path: Path) -> str:
+    """Which process has the write lock, where the system tells: for the message only."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        inode = path.with_name(path.name + "-shm").stat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 5: POSIX  ADVISORY  WRITE 4711 fe:01:1234 120 120
+            kind, pid, place, first, last = line.split()[-5:]
+            if (
+                kind == "WRITE"
+                and place.endswith(f":{inode}")
+                and int(first) <= WRITE_LOCK <= int(last)
+            ):
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                return f" (process {pid}{', which is stopped' if state in 'Tt' else ''})"
+    return ""
+
+
+def connect(path: Path, vfs: str | None = None, access: Access = "write") -> apsw.Connection:
     """A connection with the settings that every user of the file must have."""
-    connection = apsw.Connection(str(path), vfs=vfs, statementcachesize=200)
+    flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
+    name = str(path)
+    if access != "write":
+        flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+        name = f"file:{quote(str(path.absolute()))}?immutable={int(access == 'frozen')}"
+    connection = apsw.Connection(name, flags=flags, vfs=vfs, statementcachesize=200)
     connection.set_busy_timeout(10_000)
     for pragma in (
         "mmap_size = 0",
@@ -165,6 +196,42 @@ def prepare_file(path: Path, vfs: str | None, create: bool) -> None:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(OPEN_PAUSE_S)
+
+
+def reading_access(path: Path, vfs: str | None) -> Access:
+    """How a log can be read by somebody who must not, or cannot, write to it."""
+    if not path.is_file():
+        _check_creatable(path, create=False)
+    with translated(path):
+        try:
+            access: Access = "read"
+            _check_format(path, vfs, access)
+        except (apsw.CantOpenError, apsw.ReadOnlyError):
+            if wal_of(path).exists():
+                raise errors.LogReadOnlyError(
+                    f"{path} is in use, or was not closed: what was written last is in "
+                    f"{wal_of(path).name}, which can be read only with write access to the "
+                    "directory; copy both files to a directory of your own"
+                ) from None
+            # Nobody has it open, and no helper file can be made beside it.
+            access = "frozen"
+            _check_format(path, vfs, access)
+    return access
+
+
+def wal_of(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
+
+
+def _check_format(path: Path, vfs: str | None, access: Access) -> None:
+    with contextlib.closing(connect(path, vfs, access)) as connection:
+        found = _format(connection)
+        _check_application(connection, path)
+        if found != FORMAT:
+            raise errors.LogFormatError(
+                f"{path} has format {found}, and this version of Penstock reads {FORMAT}: open it "
+                "once for writing to bring it up to date, or upgrade Penstock"
+            )
 
 
 def _bring_up_to_date(path: Path, vfs: str | None) -> None:
@@ -256,27 +323,47 @@ def check_process(opened_in: int, path: Path) -> None:
         )
 
 
+def _version_of(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
+
+
 class ReaderPool:
     """Reader connections, lent to one user at a time; a few stay open between uses."""
 
     def __init__(self, path: Path, vfs: str | None) -> None:
         self.path = path
         self._vfs = vfs
+        self._access: Access = "write"
+        self._frozen: tuple[int, int] | None = None
         self._idle: list[apsw.Connection] = []
         self._lock = threading.Lock()
         self._closed = False
         self._process = os.getpid()
 
+    def restrict(self, access: Access) -> None:
+        """Only read from now on."""
+        self._access = access
+        self._frozen = _version_of(self.path) if access == "frozen" else None
+
+    def _check_frozen(self) -> None:
+        """SQLite takes no locks on a frozen file: it must not change under the reader."""
+        if self._frozen and (wal_of(self.path).exists() or _version_of(self.path) != self._frozen):
+            raise errors.LogBusyError(
+                f"{self.path} was opened read-only, and somebody writes to it now: open it again"
+            )
+
     @contextlib.contextmanager
     def lend(self) -> Iterator[apsw.Connection]:
         """A connection in autocommit mode. Raises `LogError` kinds for SQLite's errors."""
         check_process(self._process, self.path)
+        self._check_frozen()
         with self._lock:
             if self._closed:
                 raise errors.ClosedError(f"the log {self.path} is closed")
             connection = self._idle.pop() if self._idle else None
         with translated(self.path):
-            connection = connection or connect(self.path, self._vfs)
+            connection = connection or connect(self.path, self._vfs, self._access)
             try:
                 yield connection
             finally:

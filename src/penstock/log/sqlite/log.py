@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,10 @@ import msgspec
 
 from penstock.errors import (
     CommitOutcomeUnknownError,
+    LogBusyError,
     LogError,
+    LogFullError,
+    LogIOError,
     PenstockError,
     UsageError,
 )
@@ -70,15 +74,18 @@ from penstock.records.event import JsonValue, microseconds, now_us
 T = TypeVar("T")
 PREPARE_TRIES_MAX = 20
 PIN_S_MAX = 24 * 3600.0
+UNPIN_MS_MAX = 1_000
 
 
 class SqliteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the embedded engine, beside the limits.
 
-    `upkeep_interval_ms` is how often a process that writes looks after the log; 0 is never.
+    `upkeep_interval_ms` is how often a process that writes looks after the log; 0 is never. With
+    `read_only` nothing is written, not even beside the file if its directory is read-only.
     """
 
     upkeep_interval_ms: int = 2_000
+    read_only: bool = False
     vfs: str | None = None
 
 
@@ -105,7 +112,9 @@ class SqliteLog:
         self._waiter = Waiter(self._pool)
         self._tables = Tables(self._pool)
         self._directory = Directory()
-        self._committer = Committer(path, options.vfs, self._waiter.tell)
+        self._committer = Committer(
+            path, options.vfs, self._waiter.tell, read_only=options.read_only
+        )
         self._caretaker = Caretaker(options.upkeep_interval_ms / 1000, self._keep_up)
         self._housekeeper = Housekeeper(self._pool, self._submit_quietly, limits)
         self._composer = Composer("penstock", limits)
@@ -114,9 +123,12 @@ class SqliteLog:
     def open(self) -> Self:
         """Open or create the file. Raises `LogFormatError` and other kinds of `LogError`."""
         sqlite.check_sqlite_version()
-        sqlite.prepare_file(self._path, self._options.vfs, self._create)
-        if not self.namespaces():
-            self._submit(self._populate)
+        if self._options.read_only:
+            self._pool.restrict(sqlite.reading_access(self._path, self._options.vfs))
+        else:
+            sqlite.prepare_file(self._path, self._options.vfs, self._create)
+            if not self.namespaces():
+                self._submit(self._populate)
         self._open = True
         return self
 
@@ -376,7 +388,13 @@ class SqliteLog:
         return self._submit(lambda write: write_pin(write, duration_s), durable=False)
 
     def unpin(self, pin: Pin) -> None:
-        self._submit(lambda write: write.run("delete_pin", int(pin.token)), durable=False)
+        # It ends by itself: nobody's work is to fail because it could not be given back early.
+        with contextlib.suppress(LogBusyError, LogFullError, LogIOError):
+            self._submit(
+                lambda write: write.run("delete_pin", int(pin.token)),
+                durable=False,
+                timeout_ms=UNPIN_MS_MAX,
+            )
 
     # Upkeep
 
@@ -409,7 +427,7 @@ class SqliteLog:
         with self._pool.lend() as connection:
             batches = sqlite.one(connection, "batch_count")
             streams = len(sqlite.many(connection, "stream_names"))
-        wal = self._path.with_name(self._path.name + "-wal")
+        wal = sqlite.wal_of(self._path)
         return {
             "engine": "embedded",
             "path": str(self._path),

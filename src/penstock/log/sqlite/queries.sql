@@ -255,7 +255,3 @@ WHERE stream_id = ? AND partition = ?;
 
 -- name: bytes_changed
 UPDATE partitions SET bytes = bytes + ? WHERE stream_id = ? AND partition = ?;
-
--- name: all_partitions
-SELECT stream_id, partition, first_offset, next_offset FROM partitions
-ORDER BY stream_id, partition;

@@ -18,6 +18,7 @@ from penstock.log.batch import Batch, Run, checksum, decode_blob
 from penstock.log.objects import Stream
 from penstock.log.sqlite.connection import ReaderPool, many, one, read_blob, translated
 from penstock.log.sqlite.writing import seal
+from penstock.records.arrow import OUT_OF_RANGE
 
 WAIT_FIRST_S = 0.001
 WAIT_MOST_S = 0.02
@@ -88,8 +89,15 @@ class Reader:
                 return
             if batch.first_offset >= stop:
                 return
-            yield batch.sliced(offset, stop)
-            offset = batch.next_offset
+            batch = batch.sliced(offset, stop)
+            bad = batch.first_unreadable()
+            if bad is None:
+                yield batch
+                offset = batch.next_offset
+                continue
+            if bad > batch.first_offset:
+                yield batch.sliced(batch.first_offset, bad)
+            raise unreadable(stream, partition, bad)
 
     def _batch_at(self, stream: Stream, partition: int, offset: int) -> Batch | None:
         """The batch that holds `offset`, or the first one after it.
@@ -187,6 +195,18 @@ def runs_of(row: Row) -> list[Run]:
     if row.runs is None:
         return [Run(row.first_offset, row.commit_number, row.time_us)]
     return _RUNS.decode(row.runs)
+
+
+def unreadable(stream: Stream, partition: int, offset: int) -> DamagedError:
+    """Names an event that is stored as it was written, and cannot be read all the same."""
+    return DamagedError(
+        f"stream {stream.name}, partition {partition}: the event at offset {offset} holds "
+        f"{OUT_OF_RANGE}; everything else can be read: go on at offset {offset + 1}",
+        str(stream.name),
+        partition,
+        offset,
+        offset,
+    )
 
 
 def damaged(

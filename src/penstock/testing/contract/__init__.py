@@ -26,10 +26,11 @@ from penstock.testing.contract.setting import (
 )
 from penstock.testing.contract.staging import Staging
 from penstock.testing.contract.tables import Tables
+from penstock.testing.contract.times import Times
 from penstock.testing.contract.upkeep import Upkeep
 
 
-class LogContract(Reading, Commits, Events, Staging, Objects, Tables, Upkeep):
+class LogContract(Reading, Commits, Events, Times, Staging, Objects, Tables, Upkeep):
     """Every promise; subclass it with a `harness` fixture."""
 
 

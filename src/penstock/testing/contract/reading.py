@@ -53,6 +53,19 @@ class Reading(OnEngine):
                 amounts = [event.data.amount for event in of_user]
                 assert amounts == sorted(amounts)
 
+    # Promise 2: a commit is visible as a whole
+
+    @pytest.mark.parametrize("partitions", [2, 17])
+    def test_a_read_shows_one_moment(self, log: Log, partitions: int) -> None:
+        create(log, "s", partitions=partitions)
+        holder = log.hold("p")
+        commit_as(log, holder, 0, "s", range(200))
+        reading = orders(log, "s")
+        seen = [next(reading).data.amount]
+        commit_as(log, holder, 1, "s", range(200))
+        seen += [event.data.amount for event in reading]
+        assert sorted(seen) == list(range(200))
+
     def test_reading_can_start_and_stop_at_any_offset(self, log: Log) -> None:
         create(log, "s")
         commit(log, "p", 0, "s", range(10))
