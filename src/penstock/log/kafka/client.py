@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from confluent_kafka import (
+    OFFSET_INVALID,
     Consumer,
     IsolationLevel,
     KafkaError,
@@ -211,13 +212,6 @@ class Cluster:
 
     def consumer(self, **settings: object) -> Consumer:
         """A consumer that belongs to no group, and is told when it reaches the end."""
-        return self._made(Consumer, self._for_consumer(settings))
-
-    def consumer_settings(self, **settings: object) -> dict[str, object]:
-        """What such a consumer is made of."""
-        return {**self._chosen(self._for_consumer(settings)), "logger": _log}
-
-    def _for_consumer(self, settings: Mapping[str, object]) -> dict[str, object]:
         fixed: dict[str, object] = {
             "group.id": "penstock-none",
             "enable.auto.commit": False,
@@ -228,7 +222,7 @@ class Cluster:
             "fetch.error.backoff.ms": 20,
             "fetch.queue.backoff.ms": 20,
         }
-        return {**fixed, **settings}
+        return self._made(Consumer, {**fixed, **settings})
 
     @property
     def admin(self) -> AdminClient:
@@ -322,6 +316,7 @@ class Cluster:
             time.sleep(RETRY_PAUSE_S)
             with contextlib.suppress(KafkaException):
                 about = () if topic is None else (topic,)
+                left = max(0.1, deadline - time.monotonic())
                 self.admin.list_topics(*about, timeout=min(ATTEMPT_S, left))
 
     def done(
@@ -389,10 +384,13 @@ class Cluster:
         def ask(left: float) -> dict[tuple[str, int], int]:
             wanted = {TopicPartition(*place): spec for place in partitions}
             asked = self.admin.list_offsets(wanted, isolation_level=level, request_timeout=left)
-            return {
-                (place.topic, place.partition): answer.result(left).offset
+            found = {
+                (place.topic, place.partition): int(answer.result(left).offset)
                 for place, answer in asked.items()
             }
+            if OFFSET_INVALID in found.values():
+                raise TimeoutError  # how librdkafka says that a broker did not answer in time
+            return found
 
         topic = partitions[0][0]
         return self.asked(f"asking for offsets of {topic}", ask, topic)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime as dt
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -45,7 +43,6 @@ from penstock.log.compose import Composer
 from penstock.log.folders import cache_folder
 from penstock.log.kafka.applier import Applier
 from penstock.log.kafka.client import Address, Cluster, KafkaOptions
-from penstock.log.kafka.following import follow
 from penstock.log.kafka.health import Health, health
 from penstock.log.kafka.ledger import Ledger
 from penstock.log.kafka.objects import FORMATS, Catalogue, Draft, KafkaStream, StreamGoneError
@@ -69,7 +66,6 @@ from penstock.log.objects import (
     system_streams,
     to_event,
 )
-from penstock.log.read import ReadOptions, chosen, start_offset
 from penstock.records.event import JsonValue, microseconds
 
 T = TypeVar("T")
@@ -317,27 +313,6 @@ class KafkaLog:
 
     def wait(self, stream: str, positions: Mapping[int, int], timeout_s: float) -> bool:
         return self._reader.wait(self._found(stream), positions, timeout_s)
-
-    async def read_async(
-        self, stream: str, options: ReadOptions = ReadOptions()
-    ) -> AsyncGenerator[Batch, None]:
-        """What `penstock.read_batches` gives, for asyncio; see `penstock.aio`.
-
-        Partitions that are added while it follows are not seen.
-        """
-        found = await asyncio.to_thread(self._found, stream)
-        starts, ends = await asyncio.to_thread(self._bounds, found, options)
-        async with aclosing(follow(self._cluster, found, starts, ends, options)) as batches:
-            async for batch in batches:
-                yield batch
-
-    def _bounds(
-        self, stream: KafkaStream, options: ReadOptions
-    ) -> tuple[dict[int, int], dict[int, int]]:
-        name = str(stream.name)
-        there = self.offsets(name)
-        starts = {p: start_offset(self, name, p, options.start) for p in chosen(stream, options)}
-        return starts, {p: there[p].next for p in starts}
 
     # Tables
 

@@ -29,6 +29,7 @@ from penstock.log.kafka.messages import decode, offset_of
 from penstock.log.kafka.objects import KafkaStream
 
 WAITING_MAX = 64
+TAILS_MAX = 10_000
 READ_POLL_S = 0.2
 DRAIN_S = 0.02
 QUIET_S = 1.0
@@ -54,6 +55,11 @@ class Reader:
         self._check_there = check_there
         self._limits = limits
         self._waiting: dict[object, Consumer] = {}
+        self._tails: dict[tuple[int, int], tuple[int, int]] = {}
+        """Of partitions, where the last event ended that was read, and up to where there is none.
+
+        The marks of commits lie there, and what was undone.
+        """
         self._lock = threading.Lock()
         self._closed = False
 
@@ -87,6 +93,8 @@ class Reader:
                 f"stream {stream.name} has no partition {partition}: it has 0 to "
                 f"{stream.partitions - 1}"
             )
+        if end is not None and self._past_tail(stream, partition, start) >= end:
+            return
         with self._cluster.watching(lambda: self._check_there(stream)):
             there = self._cluster.ends([place], committed=True)[place]
             first = self._cluster.firsts([place])[place]
@@ -95,12 +103,27 @@ class Reader:
             raise gone(stream, partition, start, first)
         if start >= end:
             return
+        reached = start
         with self._reading(stream, partition, start) as consumer:
             for messages in self._messages(consumer, stream, partition, end):
                 for found in decode(stream, messages):
                     if isinstance(found, DamagedError):
                         raise found
                     yield found
+                    reached = found.next_offset
+        self._note_tail(stream, partition, reached, end)
+
+    def _note_tail(self, stream: KafkaStream, partition: int, start: int, end: int) -> None:
+        with self._lock:
+            if end >= self._tails.get((stream.id, partition), (0, 0))[1]:
+                self._tails[stream.id, partition] = (start, end)
+            if len(self._tails) > TAILS_MAX:
+                del self._tails[next(iter(self._tails))]
+
+    def _past_tail(self, stream: KafkaStream, partition: int, offset: int) -> int:
+        """The offset, or one after it, before which there is no event at or past it."""
+        start, end = self._tails.get((stream.id, partition), (0, 0))
+        return end if start <= offset <= end else offset
 
     def _messages(
         self, consumer: Consumer, stream: KafkaStream, partition: int, end: int
@@ -158,23 +181,25 @@ class Reader:
     def wait(self, stream: KafkaStream, positions: Mapping[int, int], timeout_s: float) -> bool:
         """Wait for an event at or past one of the positions."""
         deadline = time.monotonic() + timeout_s
-        places = [
-            TopicPartition(stream.topic, partition, offset)
+        wanted = {
+            partition: self._past_tail(stream, partition, offset)
             for partition, offset in positions.items()
             if partition < stream.partitions
-        ]
-        if not places:
-            time.sleep(timeout_s)
-            return False
+        }
+        if timeout_s <= 0 or not wanted:
+            time.sleep(max(0.0, timeout_s))
+            return self._has_more(stream, wanted, deadline)
         # Whoever waits in vain waits again for the same: their consumer stays as it is.
-        name = (stream.id, tuple(sorted(positions.items())))
+        name = (stream.id, tuple(sorted(wanted.items())))
         with self._lock:
             if self._closed:
                 raise ClosedError("this log is closed")
             consumer = self._waiting.pop(name, None)
         if consumer is None:
+            if self._has_more(stream, wanted, deadline):
+                return True
             consumer = self._cluster.consumer(**_WAITING)
-            consumer.assign(places)
+            consumer.assign([TopicPartition(stream.topic, *place) for place in wanted.items()])
         in_vain = False
         try:
             in_vain = not self._heard(consumer, deadline)
@@ -189,6 +214,14 @@ class Reader:
             for one in surplus:
                 one.close()
         return not in_vain
+
+    def _has_more(self, stream: KafkaStream, wanted: Mapping[int, int], deadline: float) -> bool:
+        """Whether there is something behind one of these offsets; if nobody answers, no."""
+        places = [(stream.topic, partition) for partition in wanted]
+        with contextlib.suppress(LogUnreachableError), self._cluster.within(deadline):
+            ends = self._cluster.ends(places, committed=True)
+            return any(ends[stream.topic, p] > offset for p, offset in wanted.items())
+        return False
 
     def _heard(self, consumer: Consumer, deadline: float) -> bool:
         while not self._closed:
