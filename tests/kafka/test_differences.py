@@ -46,6 +46,7 @@ from penstock.log.names import parse_stream
 from penstock.records.event import partition_of
 from penstock.testing.brokers import Brokers
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
+from penstock.testing.processes import wait_until
 
 
 @pytest.mark.parametrize(
@@ -301,3 +302,38 @@ def test_a_broker_that_does_not_answer_is_not_taken_for_an_empty_log(
         finally:
             broker.resume(0)
         assert log.progress("k") == b"1"
+
+
+def test_closing_waits_for_nobody_else_s_transaction(
+    broker: Brokers, url: str, tmp_path: Path
+) -> None:
+    """Of a process that died, Kafka gives a transaction up only after a while."""
+    with open_log(url, create=True, cache=str(tmp_path), upkeep_interval_ms=20) as log:
+        assert isinstance(log, KafkaLog)
+        create(log, "s")
+        holder = log.hold("p")
+        piece = log.stage(holder, 0, make_part(log, "s", [1]))
+        other = Other({
+            "bootstrap.servers": broker.addresses[0], "transactional.id": url,
+            "transaction.timeout.ms": 10_000,
+        })  # fmt: skip
+        other.init_transactions(30)
+        other.begin_transaction()
+        places = [(log._ledger.topic, partition) for partition in range(4)]
+        for topic, partition in places:
+            other.produce(topic, b"", b"nothing", partition=partition)
+        other.flush(30)
+        log.commit(holder, 0, Commit(pieces=[piece]))  # starts upkeep, which reads the ledger
+        lock = log._ledger._view.lock
+
+        def is_read() -> bool:
+            if lock.acquire(blocking=False):
+                lock.release()
+                return False
+            return True
+
+        wait_until(is_read, 30, "upkeep")
+    with open_log(url, cache=str(tmp_path), upkeep_interval_ms=0) as later:
+        cluster = cast(KafkaLog, later)._cluster
+        assert cluster.ends(places, committed=True) != cluster.ends(places, committed=False)
+    other.abort_transaction(30)

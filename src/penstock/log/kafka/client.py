@@ -29,6 +29,7 @@ from confluent_kafka.admin import AdminClient, ClusterMetadata
 from confluent_kafka.admin._listoffsets import OffsetSpec
 
 from penstock.errors import (
+    ClosedError,
     LimitError,
     LogAccessError,
     LogError,
@@ -151,6 +152,7 @@ class Cluster:
         self._admin: AdminClient | None = None
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._is_closed = False
 
     @property
     def timeout_s(self) -> float:
@@ -198,6 +200,15 @@ class Cluster:
             check()
         finally:
             self._local.check = check
+
+    def close(self) -> None:
+        """Let nobody wait any longer for what others do: a transaction of theirs, an answer."""
+        self._is_closed = True
+
+    def check_open(self) -> None:
+        """Whoever waits calls this every now and then; raises `ClosedError`."""
+        if self._is_closed:
+            raise ClosedError(f"the log {self.address.url} is closed")
 
     # Clients
 
@@ -312,6 +323,7 @@ class Cluster:
                 if is_over or not _may_pass(error):
                     raise self.translated(error, doing) from error
                 self._check_missing(error)
+            self.check_open()
             patience_s *= 2
             time.sleep(RETRY_PAUSE_S)
             with contextlib.suppress(KafkaException):
@@ -361,6 +373,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 topic = partitions[0][0]
                 raise LogUnreachableError(f"{topic} could not be read to its end in time")
+            self.check_open()
             time.sleep(0.002)
         return ends
 

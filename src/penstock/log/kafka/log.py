@@ -162,6 +162,7 @@ class KafkaLog:
 
     def close(self) -> None:
         self._opened = False
+        self._cluster.close()
         self._closing.close()
 
     def __enter__(self) -> Self:

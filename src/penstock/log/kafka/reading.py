@@ -135,6 +135,7 @@ class Reader:
         quiet_until = time.monotonic() + QUIET_S
         is_over = False
         while not is_over:
+            self._cluster.check_open()
             wanted = self._limits.batch_rows_max - len(held)
             for message in _available(consumer, min(wanted, 10_000), DRAIN_S if held else None):
                 if message.error() is not None:

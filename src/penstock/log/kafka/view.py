@@ -81,6 +81,7 @@ class View:
         deadline = time.monotonic() + patience_s
         try:
             while wanted:
+                self._cluster.check_open()
                 first = consumer.poll(POLL_S)
                 found = [] if first is None else [first, *consumer.consume(MESSAGES, 0)]
                 for message in found:
