@@ -7,9 +7,8 @@
         async for event in events:
             ...
 
-On Kafka, reading uses the asyncio client of librdkafka's binding. Everything else of a log is
-synchronous: call it with `asyncio.to_thread`. Nothing here uses the loop's default executor, and
-whoever waits for new events holds no thread.
+Everything else of a log is synchronous: call it with `asyncio.to_thread`. Nothing here uses the
+loop's default executor, and whoever waits for new events holds no thread.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Self, TypeVar, cast
 
 from penstock.errors import PenstockError
 from penstock.log.api import Log
@@ -38,14 +37,6 @@ T = TypeVar("T")
 
 READERS_MAX = 8
 """How many reads, of all logs and streams, are made at a time."""
-
-
-@runtime_checkable
-class AsyncLog(Protocol):
-    """A log that can be read by asyncio itself."""
-
-    def read_async(self, stream: str, options: ReadOptions) -> AsyncGenerator[Batch, None]:
-        """What `read_batches` gives."""
 
 
 class AsyncProducer:
@@ -99,11 +90,6 @@ async def read_batches_async(
     log: Log, stream: str, options: ReadOptions = ReadOptions()
 ) -> AsyncGenerator[Batch, None]:
     """`penstock.read_batches` for asyncio; close it (`aclosing`) if you stop early."""
-    if isinstance(log, AsyncLog):
-        async with aclosing(log.read_async(stream, options)) as live:
-            async for batch in live:
-                yield batch
-        return
     reading = await _in_thread(_READERS, partial(Reading, log, stream, options))
     with _following(log, stream) if options.follow else nullcontext() as news:
         while not reading.is_stopped:

@@ -25,6 +25,7 @@ class EmbeddedHarness:
 
 class TestEmbedded(LogContract):
     engine = "embedded"
+    producers_kept_us = "penstock.log.sqlite.upkeep.PRODUCER_KEPT_US"
 
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Harness:

@@ -32,6 +32,7 @@ class KafkaHarness:
 class TestKafka(LogContract):
     engine = "kafka"
     moments_s = 5.0
+    producers_kept_us = "penstock.log.kafka.upkeep.PRODUCER_KEPT_US"
 
     @pytest.fixture
     def harness(self, broker: Brokers, tmp_path: Path) -> Harness:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock import CreateStream, Log, ReadOptions, declare
+from penstock import CreateStream, DropStream, GrowStream, Log, ReadOptions, declare
 from penstock import open as open_log
-from penstock.aio import AsyncProducer, read_events
-from penstock.errors import RecordError, UnknownObjectError
+from penstock.aio import AsyncProducer, read_batches_async, read_events
+from penstock.errors import ClosedError, LogUnreachableError, RecordError, UnknownObjectError
+from penstock.log.objects import Change
+from penstock.testing.brokers import Brokers
 from penstock.testing.contract import Order
 
-pytestmark = pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
+both = pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
 
 
 @pytest.fixture
@@ -25,6 +28,7 @@ def shop(log: str) -> Iterator[Log]:
 
 
 @pytest.mark.row("F13", engine="kafka")
+@both
 def test_what_many_send_is_read_once(shop: Log) -> None:
     async def work() -> None:
         async with AsyncProducer(shop) as producer:
@@ -44,6 +48,7 @@ def test_what_many_send_is_read_once(shop: Log) -> None:
 
 
 @pytest.mark.row("F13", engine="kafka")
+@both
 def test_a_follower_leaves_the_loop_free(shop: Log) -> None:
     async def work() -> None:
         turns = 0
@@ -73,3 +78,96 @@ def test_a_follower_leaves_the_loop_free(shop: Log) -> None:
         assert turns > 20
 
     asyncio.run(work())
+
+
+async def settle(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until something is so."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@both
+def test_a_follower_sees_partitions_that_are_added(shop: Log) -> None:
+    async def work() -> None:
+        seen: set[int] = set()
+
+        async def follow() -> None:
+            async for batch in read_batches_async(shop, "orders", ReadOptions(follow=True)):
+                seen.add(batch.partition)
+
+        following = asyncio.create_task(follow())
+        async with AsyncProducer(shop) as producer:
+            await asyncio.gather(*(producer.send("orders", Order(f"u{n}", n)) for n in range(20)))
+            await settle(lambda: seen == {0, 1})
+            await asyncio.to_thread(shop.apply, [GrowStream("orders", 6)])
+            await asyncio.gather(*(producer.send("orders", Order(f"u{n}", n)) for n in range(40)))
+        await settle(lambda: len(seen) == 6)
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@both
+def test_a_follower_hears_that_its_stream_is_another_one(shop: Log) -> None:
+    async def work() -> None:
+        found: list[int] = []
+
+        async def follow() -> None:
+            async for event in read_events(shop, "orders", Order, ReadOptions(follow=True)):
+                found.append(event.data.amount)
+
+        following = asyncio.create_task(follow())
+        async with AsyncProducer(shop) as producer:
+            await producer.send("orders", Order("a", 1))
+            await settle(lambda: found == [1])
+            again: list[Change] = [DropStream("orders"), CreateStream(shop.stream("orders").spec)]
+            await asyncio.to_thread(shop.apply, again)
+            await producer.send("orders", Order("a", 2))
+        with pytest.raises(UnknownObjectError, match="created anew"):
+            await following
+        assert found == [1]
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@both
+def test_a_follower_stops_when_told_and_ends_with_its_log(shop: Log, log: str) -> None:
+    async def work() -> None:
+        stop = threading.Event()
+        async with AsyncProducer(shop) as producer:
+            await producer.send("orders", Order("a", 1))
+        options = ReadOptions(follow=True, stop=stop)
+        async for event in read_events(shop, "orders", Order, options):
+            assert event.data.amount == 1
+            stop.set()
+        with open_log(log) as other:
+            events = read_events(other, "orders", Order, ReadOptions(follow=True))
+            assert (await anext(events)).data.amount == 1
+        with pytest.raises(ClosedError):
+            await anext(events)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_where_no_broker_answers_reading_ends_with_an_error(
+    broker: Brokers, url: str, follow: bool
+) -> None:
+    async def work() -> None:
+        with open_log(url, create=True, broker_timeout_ms=1500) as opened:
+            opened.apply([CreateStream(declare("orders", Order, key="user"))])
+            async with AsyncProducer(opened) as producer:
+                await producer.send("orders", Order("a", 1))
+            events = read_events(opened, "orders", Order, ReadOptions(follow=follow))
+            if follow:
+                assert (await anext(events)).data.amount == 1
+            broker.pause(0)
+            try:
+                with pytest.raises(LogUnreachableError):
+                    await anext(events)
+            finally:
+                broker.resume(0)
+            found = [event async for event in read_events(opened, "orders", Order)]
+            assert [event.data.amount for event in found] == [1]
+
+    asyncio.run(asyncio.wait_for(work(), 60))

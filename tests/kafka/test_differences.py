@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -31,12 +32,21 @@ from penstock import open as open_log
 from penstock.app.splits import keyed_splits
 from penstock.app.state import State
 from penstock.app.task import Range
-from penstock.errors import ClosedError, LogFormatError, PenstockError, PieceError, UsageError
+from penstock.errors import (
+    ClosedError,
+    FencedError,
+    LogFormatError,
+    LogUnreachableError,
+    PenstockError,
+    PieceError,
+    UsageError,
+)
 from penstock.log.kafka.log import KafkaLog
 from penstock.log.names import parse_stream
 from penstock.records.event import partition_of
 from penstock.testing.brokers import Brokers
-from penstock.testing.contract import Order, create, make_part, orders
+from penstock.testing.contract import Order, commit_as, create, make_part, orders
+from penstock.testing.processes import wait_until
 
 
 @pytest.mark.parametrize(
@@ -182,18 +192,66 @@ def test_a_stream_that_compares_ids_is_written_by_several_producers_of_a_process
     assert [event.data.amount for event in read_events(kafka, "s", Order)] == [1, 2, 3, 5]
 
 
-def test_a_dropped_stream_may_come_back_in_the_same_change(kafka: Log) -> None:
-    from penstock import DropStream
-
+def test_who_is_fenced_is_told_by_an_error_and_not_on_the_terminal(
+    kafka: Log, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     create(kafka, "s")
-    with Producer(kafka) as producer:
-        producer.send("s", Order("a", 1))
-    spec = kafka.stream("s").spec
-    kafka.apply([DropStream("s"), CreateStream(spec)])
-    assert list(orders(kafka, "s")) == []
-    with Producer(kafka) as producer:
-        producer.send("s", Order("a", 2))
-    assert [event.data.amount for event in orders(kafka, "s")] == [2]
+    holder = kafka.hold("p")
+    commit_as(kafka, holder, 0, "s", [1])
+    with open_log(url, upkeep_interval_ms=0) as other:
+        other.hold("p")
+        create(other, "t")
+    with pytest.raises(FencedError):
+        commit_as(kafka, holder, 1, "s", [2])
+    create(kafka, "u")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_fenced_producer_does_not_take_a_session_for_its_own_that_another_one_opened(
+    url: str, tmp_path: Path
+) -> None:
+    """The one that it had opened was closed since, for there were too many."""
+    with (
+        open_log(
+            url, create=True, cache=str(tmp_path / "a"), upkeep_interval_ms=0, sessions_max=4
+        ) as log,
+        open_log(url, cache=str(tmp_path / "b"), upkeep_interval_ms=0) as elsewhere,
+    ):
+        create(log, "plain")
+        create(log, "s", ids="producer", key=None)
+        fenced = log.hold("fenced")
+        log.commit(fenced, 0, Commit(parts=[make_part(log, "s", [1], ids=[1])]))
+        log.commit(fenced, 1, Commit(parts=[make_part(log, "plain", [1])]))
+        others = [log.hold(f"other{number}") for number in range(3)]  # closes the stream's
+        log.commit(fenced, 2, Commit(parts=[make_part(log, "plain", [1])]))
+        successor = elsewhere.hold("fenced")
+        log.commit(others[-1], 0, Commit(parts=[make_part(log, "s", [2], ids=[2])]))
+        with pytest.raises(PenstockError, match="was opened again"):
+            log.commit(fenced, 3, Commit(parts=[make_part(log, "s", [3], ids=[3])]))
+        elsewhere.commit(successor, 3, Commit(parts=[make_part(log, "s", [4], ids=[4])]))
+        assert [event.data.amount for event in orders(log, "s")] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("streams", [2, 6])
+def test_a_producer_writes_to_more_streams_that_compare_ids_than_sessions_are_kept(
+    url: str, tmp_path: Path, streams: int
+) -> None:
+    names = [f"s{number}" for number in range(streams)]
+    with open_log(
+        url, create=True, cache=str(tmp_path), upkeep_interval_ms=0, sessions_max=3
+    ) as log:
+        for name in names:
+            create(log, name, ids="producer", key=None)
+        for _ in range(2):
+            holder = log.hold("relay")
+            for again in range(2):
+                last = log.last_commit("relay")
+                first = 0 if last is None else last.sequence + 1
+                for sequence, name in enumerate(names, first):
+                    part = make_part(log, name, [again], ids=[again])
+                    log.commit(holder, sequence, Commit(parts=[part]))
+        for name in names:
+            assert [event.data.amount for event in orders(log, name)] == [0, 1]
 
 
 def test_the_local_file_keeps_only_what_is_there(url: str, tmp_path: Path) -> None:
@@ -219,3 +277,63 @@ def test_the_local_file_keeps_only_what_is_there(url: str, tmp_path: Path) -> No
         assert held.execute("SELECT count(*) FROM versions").fetchall() == [(0,)]
         assert not other.exists()
         assert recent.exists()
+
+
+def test_a_broker_that_does_not_answer_is_not_taken_for_an_empty_log(
+    broker: Brokers, url: str, tmp_path: Path
+) -> None:
+    with open_log(
+        url, create=True, cache=str(tmp_path), upkeep_interval_ms=0, broker_timeout_ms=1000
+    ) as log:
+        create(log, "t", table=True)
+        with Transaction(log, "p") as tx:
+            tx.send("t", Order("a", 1))
+            tx.save("k", b"1")
+        broker.pause(0)
+        questions: list[Callable[[], object]] = [
+            lambda: log.offsets("t"),
+            lambda: list(log.read("t", 0, 0)),
+            lambda: log.progress("k"),
+        ]
+        try:
+            for ask in questions:
+                with pytest.raises(LogUnreachableError):
+                    ask()
+        finally:
+            broker.resume(0)
+        assert log.progress("k") == b"1"
+
+
+def test_closing_waits_for_nobody_else_s_transaction(
+    broker: Brokers, url: str, tmp_path: Path
+) -> None:
+    """Of a process that died, Kafka gives a transaction up only after a while."""
+    with open_log(url, create=True, cache=str(tmp_path), upkeep_interval_ms=20) as log:
+        assert isinstance(log, KafkaLog)
+        create(log, "s")
+        holder = log.hold("p")
+        piece = log.stage(holder, 0, make_part(log, "s", [1]))
+        other = Other({
+            "bootstrap.servers": broker.addresses[0], "transactional.id": url,
+            "transaction.timeout.ms": 10_000,
+        })  # fmt: skip
+        other.init_transactions(30)
+        other.begin_transaction()
+        places = [(log._ledger.topic, partition) for partition in range(4)]
+        for topic, partition in places:
+            other.produce(topic, b"", b"nothing", partition=partition)
+        other.flush(30)
+        log.commit(holder, 0, Commit(pieces=[piece]))  # starts upkeep, which reads the ledger
+        lock = log._ledger._view.lock
+
+        def is_read() -> bool:
+            if lock.acquire(blocking=False):
+                lock.release()
+                return False
+            return True
+
+        wait_until(is_read, 30, "upkeep")
+    with open_log(url, cache=str(tmp_path), upkeep_interval_ms=0) as later:
+        cluster = cast(KafkaLog, later)._cluster
+        assert cluster.ends(places, committed=True) != cluster.ends(places, committed=False)
+    other.abort_transaction(30)

@@ -219,7 +219,8 @@ class Log(Protocol):
         """Open a producer and fence its older holder.
 
         What the older holder staged and did not commit is gone. An `ephemeral` producer is
-        forgotten some days after its last commit; others never are.
+        forgotten some days after its last commit; others never are. One that was ever opened as
+        a lasting producer stays one.
         """
 
     def last_commit(self, producer: str) -> Committed | None:

@@ -6,6 +6,7 @@ The file system below is the real one; only the chosen call is answered differen
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -61,6 +62,8 @@ class FaultyVfs(apsw.VFS):
         self.faults: list[Fault] = []
         self.syncs: list[str] = []
         self.durable: Path | None = None
+        self._unsynced: dict[str, list[tuple[int, bytes]]] = {}
+        self._deleted: set[str] = set()
         super().__init__(name, "")
 
     def xOpen(  # noqa: N802  SQLite's name
@@ -70,15 +73,38 @@ class FaultyVfs(apsw.VFS):
 
     def xDelete(self, name: str, sync: bool) -> None:  # noqa: N802  SQLite's name
         super().xDelete(name, sync)
+        self._unsynced.pop(Path(name).name, None)
+        self._deleted.add(Path(name).name)
         if self.durable is not None and sync:
             (self.durable / Path(name).name).unlink(missing_ok=True)
 
     def happen(self, operation: Operation, name: str) -> Fault | None:
         return next((f for f in self.faults if f.strikes(operation, name)), None)
 
+    def wrote(self, name: str, data: bytes, offset: int) -> None:
+        """Note what may reach the disk, or not, until the file is synced."""
+        if self.durable is not None and not name.endswith("-shm"):
+            self._unsynced.setdefault(Path(name).name, []).append((offset, data))
+
+    def lose_power(self, target: Path, chance: random.Random) -> None:
+        """Leave in a folder what a disk may hold then: what was synced, and any of the rest."""
+        assert self.durable is not None, "say where the disk is"
+        shutil.copytree(self.durable, target)
+        for name in self._deleted:
+            if chance.random() < 0.5:
+                (target / name).unlink(missing_ok=True)
+        for name, writes in self._unsynced.items():
+            with os.fdopen(os.open(target / name, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+                for offset, data in writes:
+                    if chance.random() < 0.5:
+                        file.seek(offset)
+                        file.write(data)
+
     def synced(self, name: str) -> None:
         """Note what is safe now: the whole content of a file that was just synced."""
         self.syncs.append(name)
+        self._unsynced.pop(Path(name).name, None)
+        self._deleted.discard(Path(name).name)
         if self.durable is not None:
             shutil.copyfile(name, self.durable / Path(name).name)
 
@@ -102,6 +128,7 @@ class _FaultyFile(apsw.VFSFile):
         if fault and not fault.late:
             fault.fail()
         super().xWrite(data, offset)
+        self._vfs.wrote(self._name, data, offset)
         if fault:
             fault.fail()
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from confluent_kafka import (
+    OFFSET_INVALID,
     Consumer,
     IsolationLevel,
     KafkaError,
@@ -28,6 +29,7 @@ from confluent_kafka.admin import AdminClient, ClusterMetadata
 from confluent_kafka.admin._listoffsets import OffsetSpec
 
 from penstock.errors import (
+    ClosedError,
     LimitError,
     LogAccessError,
     LogError,
@@ -54,6 +56,11 @@ MOMENTARY = frozenset({
     KafkaError.NOT_COORDINATOR, KafkaError.REPLICA_NOT_AVAILABLE, KafkaError.NOT_CONTROLLER,
     KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.OFFSET_NOT_AVAILABLE, KafkaError.CONCURRENT_TRANSACTIONS,
+})  # fmt: skip
+#: the topic or partition is not there: not yet, or not any more
+MISSING = frozenset({
+    KafkaError._NOENT, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_TOPIC_ID,
+    KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC,
 })  # fmt: skip
 _UNREACHABLE = frozenset({
     KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT,
@@ -82,14 +89,16 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
     how long the cluster gives up the transaction of a process that died; `staged_retention_ms`
     how long staged events are kept for their commit. `cache` is the folder in which tables are
     materialised (PENSTOCK_CACHE, if it is not given). `upkeep_interval_ms` is how often a
-    process that commits sweeps what was staged and never committed; 0 is never. Options with a
-    dot in their name are librdkafka's own.
+    process that commits sweeps what was staged and never committed; 0 is never. `sessions_max` is
+    how many transactional producers are kept open. Options with a dot in their name are
+    librdkafka's own.
     """
 
     broker_timeout_ms: int = 30_000
     transaction_timeout_ms: int = 20_000
     staged_retention_ms: int = 3_600_000
     upkeep_interval_ms: int = 10_000
+    sessions_max: int = 32
     cache: str | None = None
 
 
@@ -143,6 +152,7 @@ class Cluster:
         self._admin: AdminClient | None = None
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._is_closed = False
 
     @property
     def timeout_s(self) -> float:
@@ -168,22 +178,51 @@ class Cluster:
         finally:
             self._local.deadline = before
 
+    @contextlib.contextmanager
+    def watching(self, check: Callable[[], None]) -> Iterator[None]:
+        """In this thread, call `check` where a topic is missing; it raises if it is gone for good.
+
+        Otherwise it is waited for, as one that was just made.
+        """
+        before: Callable[[], None] | None = getattr(self._local, "check", None)
+        self._local.check = check
+        try:
+            yield
+        finally:
+            self._local.check = before
+
+    def _check_missing(self, error: KafkaException | TimeoutError) -> None:
+        check: Callable[[], None] | None = getattr(self._local, "check", None)
+        if check is None or isinstance(error, TimeoutError) or code_of(error) not in MISSING:
+            return
+        self._local.check = None  # it asks too
+        try:
+            check()
+        finally:
+            self._local.check = check
+
+    def close(self) -> None:
+        """Let nobody wait any longer for what others do: a transaction of theirs, an answer."""
+        self._is_closed = True
+
+    def check_open(self) -> None:
+        """Whoever waits calls this every now and then; raises `ClosedError`."""
+        if self._is_closed:
+            raise ClosedError(f"the log {self.address.url} is closed")
+
     # Clients
 
     def producer(self, **settings: object) -> Producer:
-        """A producer; it logs nothing, since a logger would be called in the middle of an error."""
-        fixed = {"log_level": 0, "request.timeout.ms": 5000}
+        """A producer; it logs nothing, since a logger would be called in the middle of an error.
+
+        What it would print of a fatal error, such as being fenced, waits in a queue that nobody
+        reads: the error itself is raised.
+        """
+        fixed = {"log_level": 0, "log.queue": True, "request.timeout.ms": 5000}
         return self._made(Producer, {**fixed, **settings})
 
     def consumer(self, **settings: object) -> Consumer:
         """A consumer that belongs to no group, and is told when it reaches the end."""
-        return self._made(Consumer, self._for_consumer(settings))
-
-    def consumer_settings(self, **settings: object) -> dict[str, object]:
-        """What such a consumer is made of."""
-        return {**self._chosen(self._for_consumer(settings)), "logger": _log}
-
-    def _for_consumer(self, settings: Mapping[str, object]) -> dict[str, object]:
         fixed: dict[str, object] = {
             "group.id": "penstock-none",
             "enable.auto.commit": False,
@@ -194,7 +233,7 @@ class Cluster:
             "fetch.error.backoff.ms": 20,
             "fetch.queue.backoff.ms": 20,
         }
-        return {**fixed, **settings}
+        return self._made(Consumer, {**fixed, **settings})
 
     @property
     def admin(self) -> AdminClient:
@@ -283,10 +322,13 @@ class Cluster:
                 is_over = time.monotonic() > deadline or _is_refusal(self._last_error)
                 if is_over or not _may_pass(error):
                     raise self.translated(error, doing) from error
+                self._check_missing(error)
+            self.check_open()
             patience_s *= 2
             time.sleep(RETRY_PAUSE_S)
             with contextlib.suppress(KafkaException):
                 about = () if topic is None else (topic,)
+                left = max(0.1, deadline - time.monotonic())
                 self.admin.list_topics(*about, timeout=min(ATTEMPT_S, left))
 
     def done(
@@ -331,6 +373,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 topic = partitions[0][0]
                 raise LogUnreachableError(f"{topic} could not be read to its end in time")
+            self.check_open()
             time.sleep(0.002)
         return ends
 
@@ -354,10 +397,13 @@ class Cluster:
         def ask(left: float) -> dict[tuple[str, int], int]:
             wanted = {TopicPartition(*place): spec for place in partitions}
             asked = self.admin.list_offsets(wanted, isolation_level=level, request_timeout=left)
-            return {
-                (place.topic, place.partition): answer.result(left).offset
+            found = {
+                (place.topic, place.partition): int(answer.result(left).offset)
                 for place, answer in asked.items()
             }
+            if OFFSET_INVALID in found.values():
+                raise TimeoutError  # how librdkafka says that a broker did not answer in time
+            return found
 
         topic = partitions[0][0]
         return self.asked(f"asking for offsets of {topic}", ask, topic)

@@ -8,7 +8,7 @@ import msgspec
 from confluent_kafka.admin import ClusterMetadata
 
 from penstock.log.kafka.client import Cluster
-from penstock.log.objects import Stream
+from penstock.log.kafka.objects import KafkaStream
 
 
 class Broker(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,7 @@ class PartitionHealth(msgspec.Struct, frozen=True, kw_only=True):
     """A partition of a stream: its leader, the brokers that hold it, and those that keep up."""
 
     stream: str
+    topic: str
     partition: int
     leader: int | None
     replicas: tuple[int, ...]
@@ -50,11 +51,11 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     partitions: tuple[PartitionHealth, ...]
 
 
-def health(cluster: Cluster, streams: Sequence[Stream]) -> Health:
+def health(cluster: Cluster, streams: Sequence[KafkaStream]) -> Health:
     """Ask the cluster. Raises `LogUnreachableError` if it does not answer."""
     told = cluster.metadata("describing the cluster")
     racks = _racks(cluster)
-    partitions = _partitions(cluster, told, streams, racks)
+    partitions = _partitions(told, streams, racks)
     brokers = [
         Broker(
             id=number,
@@ -80,15 +81,16 @@ def _racks(cluster: Cluster) -> dict[int, str]:
 
 
 def _partitions(
-    cluster: Cluster, told: ClusterMetadata, streams: Sequence[Stream], racks: Mapping[int, str]
+    told: ClusterMetadata, streams: Sequence[KafkaStream], racks: Mapping[int, str]
 ) -> list[PartitionHealth]:
     found = []
     for stream in streams:
-        topic = told.topics.get(cluster.address.topic(stream.name))
+        topic = told.topics.get(stream.topic)
         for number, part in sorted(topic.partitions.items()) if topic else ():
             found.append(
                 PartitionHealth(
                     stream=str(stream.name),
+                    topic=stream.topic,
                     partition=number,
                     leader=None if part.leader < 0 else part.leader,
                     replicas=tuple(part.replicas),

@@ -38,6 +38,10 @@ class ProducerState(msgspec.Struct, frozen=True, kw_only=True):
     def sequence(self) -> int | None:
         return None if self.committed is None else self.committed.sequence
 
+    def is_forgettable(self, before_us: int) -> bool:
+        """Whether it is ephemeral and was not used since then."""
+        return self.ephemeral and self.time_us < before_us
+
 
 _STATE = msgspec.msgpack.Decoder(ProducerState)
 
@@ -75,6 +79,14 @@ class Ledger:
         with self._view.lock:
             packed = self._values.get(key)
         return None if packed is None else _STATE.decode(packed)
+
+    def unused_epoch(self, name: str) -> int:
+        """An epoch that a producer never had, also not before it was forgotten.
+
+        Every opening of a producer writes its line. So there were never more than there are
+        offsets before the place up to which its part of the ledger was read.
+        """
+        return self._view.reached(_partition_of(f"{_PRODUCER}{name}")) + 1
 
     def producers(self) -> Iterator[tuple[str, ProducerState]]:
         self._view.catch_up(*range(PARTITIONS))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime as dt
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 from confluent_kafka import libversion
@@ -19,12 +17,10 @@ from confluent_kafka import libversion
 from penstock.errors import (
     ClosedError,
     DamagedError,
-    LogBusyError,
     LogError,
     LogFormatError,
     UsageError,
 )
-from penstock.failpoints import failpoint
 from penstock.log.api import (
     Commit,
     CommitOptions,
@@ -43,29 +39,23 @@ from penstock.log.api import (
 from penstock.log.batch import Batch
 from penstock.log.caretaker import Caretaker
 from penstock.log.checks import check_call, check_limits
-from penstock.log.compose import Composer, EventOptions
+from penstock.log.compose import Composer
 from penstock.log.folders import cache_folder
+from penstock.log.kafka.applier import Applier
 from penstock.log.kafka.client import Address, Cluster, KafkaOptions
-from penstock.log.kafka.following import follow
 from penstock.log.kafka.health import Health, health
 from penstock.log.kafka.ledger import Ledger
-from penstock.log.kafka.messages import encode
-from penstock.log.kafka.objects import SESSION, Catalogue, Draft
+from penstock.log.kafka.objects import FORMATS, Catalogue, Draft, KafkaStream, StreamGoneError
+from penstock.log.kafka.producers import Producers
 from penstock.log.kafka.reading import Reader
-from penstock.log.kafka.session import (
-    Message,
-    NotCommittedError,
-    Session,
-    Sessions,
-    TakenError,
-    UnknownError,
-)
+from penstock.log.kafka.session import Sessions
 from penstock.log.kafka.staging import Staging
+from penstock.log.kafka.store import FILE_FORMAT
 from penstock.log.kafka.tables import Tables
 from penstock.log.kafka.topics import PIN_MS_MAX, Topics, own_topics
 from penstock.log.kafka.upkeep import Housekeeper
-from penstock.log.kafka.writing import Writer, explained
-from penstock.log.names import OBJECTS, check_producer
+from penstock.log.kafka.writing import Writer
+from penstock.log.names import check_producer
 from penstock.log.objects import (
     Change,
     Defaults,
@@ -76,12 +66,9 @@ from penstock.log.objects import (
     system_streams,
     to_event,
 )
-from penstock.log.read import ReadOptions, chosen, start_offset
 from penstock.records.event import JsonValue, microseconds
 
-FORMAT = 1
-APPLY_TRIES_MAX = 100
-APPLY_PAUSE_S = 0.05
+T = TypeVar("T")
 
 
 class KafkaLog:
@@ -106,9 +93,9 @@ class KafkaLog:
         self._catalogue = Catalogue(self._cluster)
         self._sessions = Sessions(self._cluster)
         self._ledger = Ledger(self._cluster)
+        self._producers = Producers(self._sessions, self._ledger, self._catalogue)
         self._staging = Staging(self._cluster)
-        self._reader = Reader(self._cluster, limits)
-        self._topics = Topics(self._cluster)
+        self._reader = Reader(self._cluster, limits, self._catalogue.check_there)
         self._composer = Composer("penstock", limits)
         self._opened = False
         self._process = os.getpid()
@@ -133,21 +120,30 @@ class KafkaLog:
                     f"there is no log at {self._address.url}: create a stream there first "
                     "(penstock stream create)"
                 )
-            self._topics.make_own(own_topics(self._options), copies)
+            Topics(self._cluster).make_own(own_topics(self._options), copies)
+        self._applier = Applier(
+            self._cluster, self._sessions, self._catalogue, self._composer, self._defaults,
+            self._limits.partitions_max,
+        )  # fmt: skip
         self._catalogue.look()
         if self._catalogue.about() is None:
-            self._change(self._populate)
+            self._applier.change(self._populate)
         about = self._catalogue.about()
-        if about is None or about.format != FORMAT:
+        if about is None or about.format not in FORMATS:
             found = "damaged" if about is None else f"of format {about.format}"
-            raise LogFormatError(f"the log at {self._address.url} is {found}: this version reads 1")
+            raise LogFormatError(
+                f"the log at {self._address.url} is {found}: this version reads "
+                f"{' and '.join(map(str, FORMATS))}"
+            )
+        with contextlib.suppress(LogError):  # who may only read leaves it to others
+            self._applier.settle_leftovers()
         self._tables = Tables(self._cluster, self._reader, self._limits, self._cache(about.id))
         self._writer = Writer(
-            self._cluster, self._sessions, self._ledger, self._catalogue, self._staging,
+            self._cluster, self._producers, self._ledger, self._catalogue, self._staging,
             self._tables, self._limits,
         )  # fmt: skip
         self._housekeeper = Housekeeper(
-            self._cluster, self._sessions, self._ledger, self._staging, self._tables.store
+            self._cluster, self._producers, self._ledger, self._staging, self._tables.store
         )
         self._closing.callback(self._tables.store.close)
         self._closing.callback(self._caretaker.close)
@@ -157,7 +153,7 @@ class KafkaLog:
     def _cache(self, log_id: str) -> Path:
         """Where tables are materialised: a file for each log, shared by the processes here."""
         folder = self._options.cache or cache_folder("tables", "PENSTOCK_CACHE")
-        return Path(folder) / f"{log_id}.db"
+        return Path(folder) / f"{log_id}.{FILE_FORMAT}.db"
 
     def _populate(self, draft: Draft) -> list[ObjectChanged]:
         if draft.is_empty:
@@ -166,6 +162,7 @@ class KafkaLog:
 
     def close(self) -> None:
         self._opened = False
+        self._cluster.close()
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -204,7 +201,7 @@ class KafkaLog:
 
     def streams(self) -> list[Stream]:
         self._check_open()
-        return self._catalogue.streams()
+        return list(self._catalogue.streams())
 
     def stream(self, name: str) -> Stream:
         self._check_open()
@@ -221,7 +218,7 @@ class KafkaLog:
                 notes.append(to_event(change, describe_change(change, before)))
             return notes
 
-        self._change(work)
+        self._applier.change(work)
 
     def adopt(self, spec: StreamSpec) -> None:
         """Make a topic that somebody else made a stream of the log.
@@ -230,88 +227,14 @@ class KafkaLog:
         Raises `UsageError` if there is no such topic, or it has another number of partitions.
         """
         self._check_open()
-        self._change(lambda draft: [draft.adopt(spec, self._cluster.topics())])
-
-    def _change(self, work: Callable[[Draft], list[ObjectChanged]]) -> None:
-        """Change the catalogue, as its only writer.
-
-        1. Open the catalogue's session, which nobody else then has, and read it to its end.
-        2. Work the changes out; make and change topics.
-        3. Write the changes, and an event for each, in one transaction.
-        4. Remove topics that are struck out.
-        """
-        for _ in range(APPLY_TRIES_MAX):
-            with self._sessions.using(SESSION) as session, explained():
-                try:
-                    self._change_once(session, work)
-                    return
-                except (TakenError, UnknownError):
-                    time.sleep(APPLY_PAUSE_S)  # then look again at what is there
-        raise LogBusyError("the catalogue is changed by others all the time: try again")
-
-    def _change_once(self, session: Session, work: Callable[[Draft], list[ObjectChanged]]) -> None:
-        if not session.is_open:
-            session.open()
-        self._catalogue.look()
-        self._settle(session)
-        draft = self._draft()
-        notes = work(draft)
-        for topic, number in self._topics.ids(draft.gone).items():
-            draft.note_dropped(topic, number)
-        self._topics.make({t: made for t, made in draft.new.items() if t not in draft.gone})
-        self._topics.change(draft.changed)
-        self._write(session, draft, notes)
-        failpoint("objects.event")
-        with contextlib.suppress(TakenError, UnknownError, NotCommittedError, LogError):
-            self._settle(session)  # or the next change does
-
-    def _draft(self) -> Draft:
-        return Draft(
-            self._catalogue.lines(), self._cluster, self._defaults, self._limits.partitions_max
-        )
-
-    def _settle(self, session: Session) -> None:
-        draft = self._draft()
-        if draft.dropped():
-            self._topics.settle(draft)
-            self._write(session, draft, [])
-
-    def _write(self, session: Session, draft: Draft, notes: Sequence[ObjectChanged]) -> None:
-        if not draft.values:
-            return
-        deadline = time.monotonic() + self._cluster.timeout_s
-        told = self._told(notes)  # before the transaction: looking waits for those under way
-
-        def fill() -> None:
-            for key, value in draft.values.items():
-                session.send(self._catalogue.topic, 0, key.encode(), value)
-            session.send_all(self._address.topic(OBJECTS), 0, told)
-
-        try:
-            session.transact(fill, deadline)
-        except UnknownError:
-            session.open()
-            self._catalogue.look()
-            lines = self._catalogue.lines()
-            if any(lines.get(key) != value for key, value in draft.values.items()):
-                raise
-        self._catalogue.look()
-
-    def _told(self, notes: Sequence[ObjectChanged]) -> list[Message]:
-        """The events of `_system.objects` that go with a change."""
-        if not notes:
-            return []
-        stream = self._catalogue.stream(str(OBJECTS))
-        events = [self._composer.admit(stream, note, EventOptions(), system=True) for note in notes]
-        encoded = encode(stream, self._composer.part(stream, events).batch)
-        return list(zip(encoded.keys, encoded.values, encoded.headers(), strict=True))
+        self._applier.change(lambda draft: [draft.adopt(spec)])
 
     # Writing
 
     def hold(self, producer: str, *, ephemeral: bool = False) -> Holder:
         self._check_open()
         check_producer(producer)
-        return self._writer.hold(producer, ephemeral)
+        return self._producers.hold(producer, ephemeral)
 
     def last_commit(self, producer: str) -> Committed | None:
         self._check_open()
@@ -357,60 +280,62 @@ class KafkaLog:
 
     # Reading
 
+    def _found(self, name: str) -> KafkaStream:
+        self._check_open()
+        return self._catalogue.stream(name)
+
+    def _on(self, name: str, ask: Callable[[KafkaStream], T]) -> T:
+        """Ask of a stream."""
+        return self._on_all(lambda: [self._found(name)], lambda found: ask(found[0]))
+
+    def _on_all(
+        self, find: Callable[[], list[KafkaStream]], ask: Callable[[list[KafkaStream]], T]
+    ) -> T:
+        """Ask of streams; again if one turns out to be gone, or another than a moment ago."""
+        self._check_open()
+        streams = find()
+        try:
+            with self._cluster.watching(lambda: self._catalogue.check_there(*streams)):
+                return ask(streams)
+        except StreamGoneError:
+            return ask(find())
+
     def offsets(self, stream: str) -> dict[int, Offsets]:
-        return self._reader.offsets(self.stream(stream))
+        return self._on(stream, self._reader.offsets)
 
     def offset_at(self, stream: str, partition: int, time: dt.datetime) -> int:
-        return self._reader.offset_at(self.stream(stream), partition, microseconds(time))
+        time_us = microseconds(time)
+        return self._on(stream, lambda found: self._reader.offset_at(found, partition, time_us))
 
     def read(
         self, stream: str, partition: int, start: int, end: int | None = None
     ) -> Iterator[Batch]:
-        return self._reader.read(self.stream(stream), partition, start, end)
+        return self._reader.read(self._found(stream), partition, start, end)
 
     def wait(self, stream: str, positions: Mapping[int, int], timeout_s: float) -> bool:
-        return self._reader.wait(self.stream(stream), positions, timeout_s)
-
-    async def read_async(
-        self, stream: str, options: ReadOptions = ReadOptions()
-    ) -> AsyncGenerator[Batch, None]:
-        """What `penstock.read_batches` gives, for asyncio; see `penstock.aio`.
-
-        Partitions that are added while it follows are not seen.
-        """
-        found = await asyncio.to_thread(self.stream, stream)
-        starts, ends = await asyncio.to_thread(self._bounds, found, options)
-        async with aclosing(follow(self._cluster, found, starts, ends, options)) as batches:
-            async for batch in batches:
-                yield batch
-
-    def _bounds(
-        self, stream: Stream, options: ReadOptions
-    ) -> tuple[dict[int, int], dict[int, int]]:
-        name = str(stream.name)
-        there = self.offsets(name)
-        starts = {p: start_offset(self, name, p, options.start) for p in chosen(stream, options)}
-        return starts, {p: there[p].next for p in starts}
+        return self._reader.wait(self._found(stream), positions, timeout_s)
 
     # Tables
 
     def get(
         self, stream: str, keys: Sequence[bytes], at: Pin | None = None, *, settled: bool = False
     ) -> list[Entry | None]:
-        return self._tables.get(self.stream(stream), keys, at, settled=settled)
+        return self._on(stream, lambda found: self._tables.get(found, keys, at, settled=settled))
 
     def page(
         self, stream: str, after: bytes | None = None, limit: int = 100, at: Pin | None = None
     ) -> list[Entry]:
-        return self._tables.page(self.stream(stream), after, limit, at)
+        return self._on(stream, lambda found: self._tables.page(found, after, limit, at))
 
     def snapshot(self, stream: str) -> Iterator[list[Entry]]:
-        return self._tables.snapshot(self.stream(stream))
+        return self._tables.snapshot(self._found(stream))
 
     def pin(self, duration_s: float = 600.0) -> Pin:
         if not 0 < duration_s * 1000 <= PIN_MS_MAX:
             raise UsageError(f"a pin lasts up to {PIN_MS_MAX // 1000} seconds, not {duration_s}")
-        return self._tables.pin(self.streams(), duration_s)
+        return self._on_all(
+            self._catalogue.streams, lambda found: self._tables.pin(found, duration_s)
+        )
 
     def unpin(self, pin: Pin) -> None:
         self._tables.unpin(pin)
@@ -418,11 +343,14 @@ class KafkaLog:
     # Upkeep
 
     def maintain(self) -> Upkeep:
-        return self._housekeeper.round(self.streams())
+        self._check_open()
+        self._applier.settle_leftovers()
+        return self._on_all(self._catalogue.streams, self._housekeeper.round)
 
     def verify(self, progress: Progress | None = None) -> Iterator[Damage]:
         """Read every message of every stream; those that cannot be decoded are damage."""
-        streams = self.streams()
+        self._check_open()
+        streams = self._catalogue.streams()
         ends = {stream.id: self._reader.offsets(stream) for stream in streams}
         total = sum(found.next - found.first for parts in ends.values() for found in parts.values())
         done = 0
@@ -435,7 +363,7 @@ class KafkaLog:
         if progress is not None:
             progress(total, total)
 
-    def _verify(self, stream: Stream, partition: int, found: Offsets) -> Iterator[Damage]:
+    def _verify(self, stream: KafkaStream, partition: int, found: Offsets) -> Iterator[Damage]:
         at = found.first
         while at < found.next:
             try:
@@ -457,14 +385,15 @@ class KafkaLog:
 
     def health(self) -> Health:
         """How the cluster is doing, and who leads and holds the streams' partitions."""
-        return health(self._cluster, self.streams())
+        self._check_open()
+        return health(self._cluster, self._catalogue.streams())
 
     def facts(self) -> dict[str, JsonValue]:
         there = self._cluster.metadata("looking at the cluster")
         return {
             "engine": "kafka",
             "url": self.url,
-            "format": FORMAT,
+            "format": getattr(self._catalogue.about(), "format", 0),
             "librdkafka": libversion()[0],
             "cluster": there.cluster_id or "",
             "brokers": len(there.brokers),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
@@ -26,11 +26,14 @@ from penstock.log.api import Limits, Offsets
 from penstock.log.batch import Batch
 from penstock.log.kafka.client import REFUSED, Cluster
 from penstock.log.kafka.messages import decode, offset_of
-from penstock.log.objects import Stream
+from penstock.log.kafka.objects import KafkaStream
 
 WAITING_MAX = 64
+TAILS_MAX = 10_000
 READ_POLL_S = 0.2
 DRAIN_S = 0.02
+QUIET_S = 1.0
+"""After so long without a message it is asked whether the stream is still there."""
 _READING = {
     "fetch.wait.max.ms": 5,
     "fetch.message.max.bytes": 4 << 20,
@@ -45,16 +48,24 @@ _WAITING = {"fetch.wait.max.ms": 500, "queued.min.messages": 1, "fetch.message.m
 class Reader:
     """Reads committed events. For any thread."""
 
-    def __init__(self, cluster: Cluster, limits: Limits) -> None:
+    def __init__(
+        self, cluster: Cluster, limits: Limits, check_there: Callable[[KafkaStream], None]
+    ) -> None:
         self._cluster = cluster
+        self._check_there = check_there
         self._limits = limits
         self._waiting: dict[object, Consumer] = {}
+        self._tails: dict[tuple[int, int], tuple[int, int]] = {}
+        """Of partitions, where the last event ended that was read, and up to where there is none.
+
+        The marks of commits lie there, and what was undone.
+        """
         self._lock = threading.Lock()
         self._closed = False
 
     # What is there
 
-    def offsets(self, stream: Stream) -> dict[int, Offsets]:
+    def offsets(self, stream: KafkaStream) -> dict[int, Offsets]:
         places = self._places(stream)
         firsts = self._cluster.firsts(places)
         ends = self._cluster.ends(places, committed=True)
@@ -62,49 +73,69 @@ class Reader:
             place[1]: Offsets(firsts[place], max(ends[place], firsts[place])) for place in places
         }
 
-    def _places(self, stream: Stream) -> list[tuple[str, int]]:
-        topic = self._cluster.address.topic(stream.name)
-        return [(topic, partition) for partition in range(stream.partitions)]
+    def _places(self, stream: KafkaStream) -> list[tuple[str, int]]:
+        return [(stream.topic, partition) for partition in range(stream.partitions)]
 
-    def offset_at(self, stream: Stream, partition: int, time_us: int) -> int:
-        topic = self._cluster.address.topic(stream.name)
-        found = self._cluster.offset_at(topic, partition, -(-time_us // 1000))
-        end = self._cluster.ends([(topic, partition)], committed=True)[topic, partition]
+    def offset_at(self, stream: KafkaStream, partition: int, time_us: int) -> int:
+        place = (stream.topic, partition)
+        found = self._cluster.offset_at(*place, -(-time_us // 1000))
+        end = self._cluster.ends([place], committed=True)[place]
         return end if found is None else min(found, end)
 
     # Reading
 
-    def read(self, stream: Stream, partition: int, start: int, end: int | None) -> Iterator[Batch]:
-        topic = self._cluster.address.topic(stream.name)
-        place = (topic, partition)
+    def read(
+        self, stream: KafkaStream, partition: int, start: int, end: int | None
+    ) -> Iterator[Batch]:
+        place = (stream.topic, partition)
         if not 0 <= partition < stream.partitions:
             raise UsageError(
                 f"stream {stream.name} has no partition {partition}: it has 0 to "
                 f"{stream.partitions - 1}"
             )
-        there = self._cluster.ends([place], committed=True)[place]
+        if end is not None and self._past_tail(stream, partition, start) >= end:
+            return
+        with self._cluster.watching(lambda: self._check_there(stream)):
+            there = self._cluster.ends([place], committed=True)[place]
+            first = self._cluster.firsts([place])[place]
         end = there if end is None else min(end, there)
-        first = self._cluster.firsts([place])[place]
         if start < first:
             raise gone(stream, partition, start, first)
         if start >= end:
             return
+        reached = start
         with self._reading(stream, partition, start) as consumer:
             for messages in self._messages(consumer, stream, partition, end):
                 for found in decode(stream, messages):
                     if isinstance(found, DamagedError):
                         raise found
                     yield found
+                    reached = found.next_offset
+        self._note_tail(stream, partition, reached, end)
+
+    def _note_tail(self, stream: KafkaStream, partition: int, start: int, end: int) -> None:
+        with self._lock:
+            if end >= self._tails.get((stream.id, partition), (0, 0))[1]:
+                self._tails[stream.id, partition] = (start, end)
+            if len(self._tails) > TAILS_MAX:
+                del self._tails[next(iter(self._tails))]
+
+    def _past_tail(self, stream: KafkaStream, partition: int, offset: int) -> int:
+        """The offset, or one after it, before which there is no event at or past it."""
+        start, end = self._tails.get((stream.id, partition), (0, 0))
+        return end if start <= offset <= end else offset
 
     def _messages(
-        self, consumer: Consumer, stream: Stream, partition: int, end: int
+        self, consumer: Consumer, stream: KafkaStream, partition: int, end: int
     ) -> Iterator[list[Message]]:
         """The messages before `end`, in lists of bounded size."""
         held: list[Message] = []
         size = 0
         deadline = time.monotonic() + self._cluster.timeout_s
+        quiet_until = time.monotonic() + QUIET_S
         is_over = False
         while not is_over:
+            self._cluster.check_open()
             wanted = self._limits.batch_rows_max - len(held)
             for message in _available(consumer, min(wanted, 10_000), DRAIN_S if held else None):
                 if message.error() is not None:
@@ -118,7 +149,11 @@ class Reader:
                 size += len(message.value() or b"")
                 is_over = offset == end - 1
                 deadline = time.monotonic() + self._cluster.timeout_s
+                quiet_until = time.monotonic() + QUIET_S
             else:
+                if not is_over and time.monotonic() > quiet_until:
+                    self._check_there(stream)  # librdkafka says nothing of a topic that was removed
+                    quiet_until = time.monotonic() + QUIET_S
                 if not is_over and time.monotonic() > deadline:
                     raise LogUnreachableError(
                         f"stream {stream.name}, partition {partition}: no broker gave events up "
@@ -131,41 +166,41 @@ class Reader:
                 deadline = time.monotonic() + self._cluster.timeout_s
 
     @contextlib.contextmanager
-    def _reading(self, stream: Stream, partition: int, start: int) -> Iterator[Consumer]:
+    def _reading(self, stream: KafkaStream, partition: int, start: int) -> Iterator[Consumer]:
         """A consumer of its own: it reads sooner than one that was paused, or assigned anew."""
         if self._closed:
             raise ClosedError("this log is closed")
         consumer = self._cluster.consumer(**_READING)
         try:
-            topic = self._cluster.address.topic(stream.name)
-            consumer.assign([TopicPartition(topic, partition, start)])
+            consumer.assign([TopicPartition(stream.topic, partition, start)])
             yield consumer
         finally:
             consumer.close()
 
     # Waiting
 
-    def wait(self, stream: Stream, positions: Mapping[int, int], timeout_s: float) -> bool:
+    def wait(self, stream: KafkaStream, positions: Mapping[int, int], timeout_s: float) -> bool:
         """Wait for an event at or past one of the positions."""
         deadline = time.monotonic() + timeout_s
-        topic = self._cluster.address.topic(stream.name)
-        places = [
-            TopicPartition(topic, partition, offset)
+        wanted = {
+            partition: self._past_tail(stream, partition, offset)
             for partition, offset in positions.items()
             if partition < stream.partitions
-        ]
-        if not places:
-            time.sleep(timeout_s)
-            return False
+        }
+        if timeout_s <= 0 or not wanted:
+            time.sleep(max(0.0, timeout_s))
+            return self._has_more(stream, wanted, deadline)
         # Whoever waits in vain waits again for the same: their consumer stays as it is.
-        name = (topic, stream.id, tuple(sorted(positions.items())))
+        name = (stream.id, tuple(sorted(wanted.items())))
         with self._lock:
             if self._closed:
                 raise ClosedError("this log is closed")
             consumer = self._waiting.pop(name, None)
         if consumer is None:
+            if self._has_more(stream, wanted, deadline):
+                return True
             consumer = self._cluster.consumer(**_WAITING)
-            consumer.assign(places)
+            consumer.assign([TopicPartition(stream.topic, *place) for place in wanted.items()])
         in_vain = False
         try:
             in_vain = not self._heard(consumer, deadline)
@@ -180,6 +215,14 @@ class Reader:
             for one in surplus:
                 one.close()
         return not in_vain
+
+    def _has_more(self, stream: KafkaStream, wanted: Mapping[int, int], deadline: float) -> bool:
+        """Whether there is something behind one of these offsets; if nobody answers, no."""
+        places = [(stream.topic, partition) for partition in wanted]
+        with contextlib.suppress(LogUnreachableError), self._cluster.within(deadline):
+            ends = self._cluster.ends(places, committed=True)
+            return any(ends[stream.topic, p] > offset for p, offset in wanted.items())
+        return False
 
     def _heard(self, consumer: Consumer, deadline: float) -> bool:
         while not self._closed:
@@ -210,20 +253,20 @@ def _available(consumer: Consumer, count: int, wait_s: float | None) -> list[Mes
     return [first, *(consumer.consume(count - 1, 0) if count > 1 else ())]
 
 
-def is_end(cluster: Cluster, stream: Stream, message: Message, end: int | None) -> bool:
+def is_end(cluster: Cluster, stream: KafkaStream, message: Message, end: int | None) -> bool:
     """Whether a message that is no event says that `end` was reached; raises what is wrong."""
     error, partition = cast(KafkaError, message.error()), int(message.partition() or 0)
     if error.code() == KafkaError._PARTITION_EOF:
         return end is not None and offset_of(message) >= end
     if error.code() in _GONE:
-        place = (cluster.address.topic(stream.name), partition)
+        place = (stream.topic, partition)
         raise gone(stream, partition, offset_of(message), cluster.firsts([place])[place])
     if error.code() in REFUSED:
         raise cluster.translated(error, f"reading stream {stream.name}")
     return False  # librdkafka tries again by itself
 
 
-def gone(stream: Stream, partition: int, offset: int, first: int) -> OffsetGoneError:
+def gone(stream: KafkaStream, partition: int, offset: int, first: int) -> OffsetGoneError:
     return OffsetGoneError(
         f"stream {stream.name}, partition {partition}: offset {offset} is gone; retention has "
         f"removed everything before {first}: start there, or keep events longer",

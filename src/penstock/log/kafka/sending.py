@@ -15,8 +15,8 @@ from penstock.errors import LogError
 from penstock.log.api import Limits, Placement
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.messages import Encoded, encode, offset_of
+from penstock.log.kafka.objects import KafkaStream
 from penstock.log.kafka.session import NotCommittedError, Session
-from penstock.log.objects import Stream
 from penstock.log.partitioning import chunks, split_part, widen
 from penstock.log.sqlite.ids import ranges_of
 from penstock.records.event import ids_of
@@ -36,13 +36,13 @@ class Chunk(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True):
     """Events of one stream, split by partition, in the order in which they are sent."""
 
-    stream: Stream
+    stream: KafkaStream
     chunks: Sequence[Chunk]
     dropped: tuple[int, ...] = ()
 
 
 def prepare(
-    stream: Stream, batches: Sequence[pa.RecordBatch], limits: Limits, *, ahead: bool = False
+    stream: KafkaStream, batches: Sequence[pa.RecordBatch], limits: Limits, *, ahead: bool = False
 ) -> Prepared:
     """Split by partition; `ahead` encodes at once, otherwise each chunk when it is sent."""
     made = []
@@ -57,16 +57,17 @@ def prepare(
 class Sent:
     """What was sent of one stream, and where it went."""
 
-    def __init__(self, prepared: Prepared, topic: str) -> None:
+    def __init__(self, prepared: Prepared) -> None:
+        self.stream = prepared.stream
         self._prepared = prepared
-        self._topic = topic
+        self._topic = prepared.stream.topic
         self._reported: list[dict[int, int]] = [{} for _ in prepared.chunks]
         self._error: KafkaError | None = None
         self.time_ms: int | None = None
 
     def send(self, session: Session) -> None:
         for chunk, reported in zip(self._prepared.chunks, self._reported, strict=True):
-            encoded = chunk.encoded or encode(self._prepared.stream, chunk.batch)
+            encoded = chunk.encoded or encode(self.stream, chunk.batch)
             self._send(session, chunk.partition, encoded, reported)
 
     def _send(
@@ -101,7 +102,7 @@ class Sent:
         for chunk, reported in zip(self._prepared.chunks, self._reported, strict=True):
             for first, last in self._stretches(cluster, chunk, reported):
                 widen(ranges, chunk.partition, first, last - first + 1)
-        stream = self._prepared.stream
+        stream = self.stream
         return Placement(str(stream.name), stream.partitions, tuple(ranges), self._prepared.dropped)
 
     def _stretches(

@@ -9,6 +9,7 @@ a commit or abort that is still on its way can then never hit a later transactio
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,12 +25,13 @@ from penstock.log.kafka.messages import Headers
 T = TypeVar("T")
 Message = tuple[bytes | None, bytes | None, Headers]
 Told = Callable[[KafkaError | None, Any], None]
-SESSIONS_MAX = 32
 MESSAGE_BYTES_MAX = 32 << 20
 QUEUE_KIB = 128 << 10
 QUEUE_MESSAGES = 500_000
 ABORT_S = 5.0
+CHECK_S = 0.5
 PARTITION_TRIES_MAX = 100
+_openings = itertools.count(1)
 
 
 class NotCommittedError(Exception):
@@ -49,10 +51,13 @@ class Session:
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
+        self.users = 0
+        """How many threads have it, or wait for it."""
         self.state = ProducerState()
         """As of the opening, and of what was committed since: nobody else can have changed it."""
-        self.openings = 0
+        self.opening = 0
+        """Which opening it is, of all in this process."""
         self.opened_with: dict[str, int] = {}
         """Sessions that write for this one's producer, and which opening of theirs was its."""
         self._cluster = cluster
@@ -85,7 +90,7 @@ class Session:
                         error, f"opening the producer {self.name}"
                     ) from error
         self._producer = producer
-        self.openings += 1
+        self.opening = next(_openings)
 
     @property
     def is_open(self) -> bool:
@@ -137,13 +142,20 @@ class Session:
                 producer.list_topics(topic, timeout=self._cluster.timeout_s)
                 time.sleep(RETRY_PAUSE_S)
 
-    def flush(self, deadline: float) -> None:
-        """Wait until everything handed over has arrived, and callbacks were called."""
-        left = self._open_producer().flush(max(0.1, deadline - time.monotonic()))
-        if left:
-            raise NotCommittedError from LogUnreachableError(
-                f"{left} messages did not reach Kafka at {self._cluster.address.servers} in time"
-            )
+    def flush(self, deadline: float, check: Callable[[], None]) -> None:
+        """Wait until everything handed over has arrived, and callbacks were called.
+
+        Where that takes long, `check` is called every now and then, which may raise why: of a
+        topic that was removed nothing is heard for long.
+        """
+        producer = self._open_producer()
+        while left := producer.flush(max(0.1, min(CHECK_S, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                servers = self._cluster.address.servers
+                raise NotCommittedError from LogUnreachableError(
+                    f"{left} messages did not reach Kafka at {servers} in time"
+                )
+            check()
 
     def _open_producer(self) -> Producer:
         if self._producer is None:
@@ -217,7 +229,10 @@ class Session:
 
 
 class Sessions:
-    """The open sessions of a log, by name; the ones used longest ago are closed. For any thread."""
+    """The open sessions of a log, by name. For any thread.
+
+    Of those that nobody uses, the ones used longest ago are closed where there are too many.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -230,18 +245,20 @@ class Sessions:
         with self._lock:
             session = self._known.pop(name, None) or Session(self._cluster, name)
             self._known[name] = session  # the latest comes last
-            surplus = [
-                other
-                for other in list(self._known.values())[: max(0, len(self._known) - SESSIONS_MAX)]
-                if other is not session and other.lock.acquire(blocking=False)
-            ]
+            session.users += 1
+            idle = [other for other in self._known.values() if not other.users]
+            too_many = max(0, len(self._known) - self._cluster.options.sessions_max)
+            surplus = idle[:too_many]
             for other in surplus:
                 del self._known[other.name]
         for other in surplus:
             other.close()
-            other.lock.release()
-        with session.lock:
-            yield session
+        try:
+            with session.lock:
+                yield session
+        finally:
+            with self._lock:
+                session.users -= 1
 
     def close(self) -> None:
         with self._lock:

@@ -142,6 +142,7 @@ class Staging:
         try:
             consumer.assign([TopicPartition(self.topic, partition, start)])
             while time.monotonic() < deadline:
+                self._cluster.check_open()
                 message = consumer.poll(0.2)
                 if message is None:
                     continue

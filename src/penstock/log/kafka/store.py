@@ -1,9 +1,13 @@
 """What is derived from streams, in a local SQLite file: entries of tables, ids of streams.
 
 Up to where a partition was read is saved in the transaction that saves what was read, so the
-file is right as of that offset whoever dies, and may be thrown away at any time. All processes
-of a machine share one. An entry that changes leaves its older version behind for a while, so
-that a pinned moment can be read.
+file is right as of that offset whoever dies, and after loss of power: SQLite syncs its log before
+it writes pages, so that at most the last transactions are lost, and these are read again. It may be
+thrown away at any time. All processes of a machine share one, and one of them may find that it has
+to begin anew: whoever reads looks up to where it was read in the same transaction.
+
+An entry that changes leaves its older version behind for a while, so that a pinned moment can be
+read.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from penstock.errors import DamagedError, LogBusyError, LogError, OffsetGoneErro
 from penstock.log.api import Entry
 from penstock.log.batch import Batch
 from penstock.log.collections import Action, Collection, Collections, replay
-from penstock.log.objects import Stream
+from penstock.log.kafka.objects import KafkaStream
 from penstock.log.sqlite.connection import sql as embedded_sql
 from penstock.log.sqlite.ids import take_new
 from penstock.log.statements import statements
@@ -36,9 +40,14 @@ KEPT_US = 3_700_000_000
 """Older versions are kept for as long as an app's batch may hold a pin."""
 STALE_US = 20 * 3600 * 1_000_000
 """Compaction leaves deletions alone for a day; a file not used for so long may lack some."""
+SEEN_EVERY_US = 3600 * 1_000_000
+"""So often it is noted that a partition was read to its end, though there was nothing new."""
+MOMENT_TRIES_MAX = 100
+FILE_FORMAT = 2
+"""Another file for what is stored in another way, or with other promises."""
 UNUSED_US = 30 * 24 * 3600 * 1_000_000
 """Files of other logs that nobody touched for so long are removed."""
-Read = Callable[[Stream, int, int, int], Iterator[Batch]]
+Read = Callable[[KafkaStream, int, int, int], Iterator[Batch]]
 Row = tuple[Any, ...]
 
 
@@ -50,9 +59,10 @@ def _sql(name: str) -> str:
 class Store:
     """The local file, one connection per thread. For any thread."""
 
-    def __init__(self, path: Path | None, read: Read) -> None:
+    def __init__(self, path: Path | None, read: Read, vfs: str = "") -> None:
         self.path = path
         self._read = read
+        self._vfs = vfs
         self._local = threading.local()
         self._all: weakref.WeakSet[apsw.Connection] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -77,11 +87,12 @@ class Store:
             connection = apsw.Connection(":memory:")
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            connection = apsw.Connection(str(self.path))
+            connection = apsw.Connection(str(self.path), vfs=self._vfs or None)
         connection.set_busy_timeout(BUSY_MS)
+        connection.pragma("synchronous", "extra")  # the journal of these steps must not come back
         connection.pragma("journal_mode", "wal")
-        connection.pragma("synchronous", "off")  # what is lost is read again
         connection.execute(_sql("schema"))
+        connection.pragma("synchronous", "normal")
         return connection
 
     def close(self) -> None:
@@ -91,30 +102,62 @@ class Store:
 
     # Catching up
 
-    def catch_up(self, stream: Stream, ends: Mapping[int, int]) -> None:
+    @contextlib.contextmanager
+    def moment(
+        self, stream: KafkaStream, ends: Mapping[int, int], asked_us: int, *, begin: str = "BEGIN"
+    ) -> Iterator[None]:
+        """Let this thread read the file as of one moment, with everything before these offsets.
+
+        `asked_us` is when they were the ends of their partitions.
+        """
+        connection = self._connection()
+        for _ in range(MOMENT_TRIES_MAX):
+            self.catch_up(stream, ends, asked_us)
+            with self._transaction(connection, begin, "ROLLBACK"):
+                # Another process may have begun anew in between.
+                if all(self._next(connection, stream, p) >= end for p, end in ends.items()):
+                    yield
+                    return
+        raise LogBusyError(f"{self.path} is begun anew by other processes all the time: try again")
+
+    def catch_up(self, stream: KafkaStream, ends: Mapping[int, int], asked_us: int) -> None:
         """Take in what is in these partitions before these offsets."""
         connection = self._connection()
         for partition, end in ends.items():
-            self._forget_if_stale(connection, stream, partition)
+            if self._is_stale(connection, stream, partition):
+                self._begin_anew(connection, stream, partition)
             if self._next(connection, stream, partition) < end:
-                self._take_in(connection, stream, partition, end)
+                self._take_in(connection, stream, partition, end, asked_us)
+            self._note_seen(connection, stream, partition, end, asked_us)
 
-    def _forget_if_stale(self, connection: apsw.Connection, stream: Stream, partition: int) -> None:
-        """Begin again where compaction may have removed deletions that were not seen here."""
-        row = connection.execute(_sql("seen"), (stream.id, partition)).fetchone()
-        if row is None or not stream.spec.table or int(row[0]) > now_us() - STALE_US:
-            return
+    def _is_stale(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> bool:
+        """Whether compaction may have removed deletions that were not seen here."""
+        seen_us = self._seen_us(connection, stream, partition)
+        return seen_us is not None and stream.spec.table and seen_us < now_us() - STALE_US
+
+    def _begin_anew(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> None:
         with self._writing(connection):
-            for name in ("forget_partition", "forget_all_marks", "forget_place"):
-                self._run(connection, name, stream.id, partition)
+            if self._is_stale(connection, stream, partition):  # unless somebody else has by now
+                for name in ("forget_partition", "forget_all_marks", "forget_place"):
+                    self._run(connection, name, stream.id, partition)
+
+    def _note_seen(
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, end: int,
+        asked_us: int,
+    ) -> None:  # fmt: skip
+        """All that there was when it was asked has been seen: then nothing is missing."""
+        seen_us = self._seen_us(connection, stream, partition)
+        if seen_us is not None and seen_us < asked_us - SEEN_EVERY_US:
+            with self._writing(connection):
+                self._run(connection, "save_seen", asked_us, stream.id, partition, end)
 
     def _take_in(
-        self, connection: apsw.Connection, stream: Stream, partition: int, end: int
-    ) -> None:
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, end: int,
+        asked_us: int,
+    ) -> None:  # fmt: skip
         """Batch by batch, so that nobody waits long; another process may do the same."""
         at = self._next(connection, stream, partition)
         while at < end:
-            asked_us = now_us()
             for batch in self._good(stream, partition, at, end):
                 with self._writing(connection):
                     if self._next(connection, stream, partition) != at:
@@ -128,7 +171,7 @@ class Store:
                         self._run(connection, "save_place", stream.id, partition, end, 0, asked_us)
             at = self._next(connection, stream, partition)
 
-    def _good(self, stream: Stream, partition: int, start: int, end: int) -> Iterator[Batch]:
+    def _good(self, stream: KafkaStream, partition: int, start: int, end: int) -> Iterator[Batch]:
         """What can be read: from where there is something, and for ids without what is damaged."""
         while start < end:
             try:
@@ -143,12 +186,18 @@ class Store:
                     raise
                 start = damage.last_offset + 1
 
-    def _next(self, connection: apsw.Connection, stream: Stream, partition: int) -> int:
+    def _next(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> int:
         row = connection.execute(_sql("place"), (stream.id, partition)).fetchone()
         return 0 if row is None else int(row[0])
 
+    def _seen_us(
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int
+    ) -> int | None:
+        row = connection.execute(_sql("seen"), (stream.id, partition)).fetchone()
+        return None if row is None else int(row[0])
+
     def _save(
-        self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, batch: Batch
     ) -> int:
         """Take a batch in; returns before which offset versions were let go."""
         if stream.spec.ids == "producer":
@@ -160,7 +209,7 @@ class Store:
         return 0
 
     def _save_entries(
-        self, connection: apsw.Connection, stream: Stream, partition: int, batch: Batch
+        self, connection: apsw.Connection, stream: KafkaStream, partition: int, batch: Batch
     ) -> int:
         before_us = now_us() - KEPT_US
         changes = (
@@ -190,7 +239,7 @@ class Store:
 
     @staticmethod
     def _by_value(
-        stream: Stream, batch: Batch, before_us: int
+        stream: KafkaStream, batch: Batch, before_us: int
     ) -> list[tuple[bytes, bytes | None, int]]:
         """Every change counts, since a pin may lie between two; of old ones the last of a key."""
         keys, offsets = batch.keys().to_pylist(), batch.offsets().to_pylist()
@@ -202,7 +251,7 @@ class Store:
         return list(zip(keys, packed(stream, rows), offsets, strict=True))
 
     def _by_action(
-        self, connection: apsw.Connection, stream: Stream, batch: Batch
+        self, connection: apsw.Connection, stream: KafkaStream, batch: Batch
     ) -> list[tuple[bytes, bytes | None, int]]:
         """Sets and lists, by what was done to each."""
         pack, unpack = Collections.of(stream).pack, unpacker(stream)
@@ -225,10 +274,10 @@ class Store:
             found.append((key, None if after is None else pack(after), offset))
         return found
 
-    # Entries
+    # Entries, as of the thread's moment
 
     def get(
-        self, stream: Stream, keys: Sequence[bytes], at: Mapping[int, int] | None
+        self, stream: KafkaStream, keys: Sequence[bytes], at: Mapping[int, int] | None
     ) -> list[Entry | None]:
         found = self._latest(self._connection(), stream.id, sorted(set(keys)), at)
         return [found.get(key) for key in keys]
@@ -247,7 +296,7 @@ class Store:
         return {row[0]: Entry(*row) for row in rows}
 
     def page(
-        self, stream: Stream, after: bytes | None, limit: int, at: Mapping[int, int] | None
+        self, stream: KafkaStream, after: bytes | None, limit: int, at: Mapping[int, int] | None
     ) -> list[Entry]:
         values: tuple[Any, ...] = (stream.id, after or b"", limit)
         if at is not None:
@@ -256,28 +305,27 @@ class Store:
         rows: list[Row] = self._connection().execute(_sql(name), values).fetchall()
         return [Entry(*row) for row in rows]
 
-    def floor(self, stream: Stream, partition: int) -> int:
+    def floor(self, stream: KafkaStream, partition: int) -> int:
         """Before this offset, older versions may have been let go."""
         row = self._connection().execute(_sql("place"), (stream.id, partition)).fetchone()
         return 0 if row is None else int(row[1])
 
     # Ids
 
-    def held(self, stream: Stream, ids: Sequence[str]) -> list[int]:
-        """The rows whose ids the stream holds, or that repeat one before them."""
-        connection = self._connection()
-        with self._writing(connection, undo=True):
-            return take_new(Rows(connection, 0), stream.id, ids)
+    def held(self, stream: KafkaStream, ids: Sequence[str], end: int) -> list[int]:
+        """The rows whose ids the stream holds before `end`, or that repeat one before them."""
+        with self.moment(stream, {0: end}, now_us(), begin="BEGIN IMMEDIATE"):
+            return take_new(Rows(self._connection(), 0), stream.id, ids)
 
     # Upkeep
 
-    def forget_ids(self, stream: Stream, before_us: int) -> None:
+    def forget_ids(self, stream: KafkaStream, before_us: int) -> None:
         """Forget ids of events that are gone; integers stay, as ranges they take little."""
         connection = self._connection()
         with self._writing(connection):
             self._run(connection, "forget_ids", stream.id, before_us)
 
-    def forget_others(self, streams: Sequence[Stream]) -> None:
+    def forget_others(self, streams: Sequence[KafkaStream]) -> None:
         """Forget what belongs to streams that are no more."""
         kept = msgspec.json.encode([stream.id for stream in streams]).decode()
         connection = self._connection()
@@ -301,10 +349,13 @@ class Store:
 
     # Inside
 
+    def _writing(self, connection: apsw.Connection) -> contextlib.AbstractContextManager[None]:
+        return self._transaction(connection, "BEGIN IMMEDIATE", "COMMIT")
+
     @contextlib.contextmanager
-    def _writing(self, connection: apsw.Connection, *, undo: bool = False) -> Iterator[None]:
+    def _transaction(self, connection: apsw.Connection, begin: str, end: str) -> Iterator[None]:
         try:
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(begin)
         except apsw.BusyError as error:
             raise LogBusyError(f"{self.path} is in use by other processes: try again") from error
         try:
@@ -312,7 +363,7 @@ class Store:
         except BaseException:
             connection.execute("ROLLBACK")
             raise
-        connection.execute("ROLLBACK" if undo else "COMMIT")
+        connection.execute(end)
 
     @staticmethod
     def _run(connection: apsw.Connection, name: str, *values: object) -> None:
@@ -337,7 +388,7 @@ class Rows:
         return self._connection.execute(_sql(name), cast(Any, given)).fetchall()
 
 
-def _rank(stream: Stream, key: bytes, partition: int) -> int:
+def _rank(stream: KafkaStream, key: bytes, partition: int) -> int:
     """The latest growth of the stream after which the key lives in this partition."""
     if len(stream.grown) == 1:
         return 0

@@ -46,11 +46,13 @@ SELECT next, floor FROM places WHERE stream_id = ? AND partition = ?;
 
 -- name: save_place
 INSERT INTO places (stream_id, partition, next, floor, seen_us) VALUES (?, ?, ?, ?, ?)
-ON CONFLICT DO UPDATE SET
-  next = excluded.next, floor = max(floor, excluded.floor), seen_us = excluded.seen_us;
+ON CONFLICT DO UPDATE SET next = excluded.next, floor = max(floor, excluded.floor);
 
 -- name: seen
 SELECT seen_us FROM places WHERE stream_id = ? AND partition = ?;
+
+-- name: save_seen
+UPDATE places SET seen_us = max(seen_us, ?) WHERE stream_id = ? AND partition = ? AND next >= ?;
 
 -- name: forget_place
 DELETE FROM places WHERE stream_id = ? AND partition = ?;

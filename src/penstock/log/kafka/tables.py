@@ -13,10 +13,11 @@ import msgspec
 from penstock.errors import LimitError, PinExpiredError
 from penstock.log.api import Entry, Limits, Pin
 from penstock.log.kafka.client import Cluster
+from penstock.log.kafka.objects import KafkaStream
 from penstock.log.kafka.reading import Reader
 from penstock.log.kafka.store import Store
-from penstock.log.objects import Stream
 from penstock.log.table import check_table
+from penstock.records.event import now_us
 
 SNAPSHOT_ROWS = 4096
 GIVEN_BACK_MAX = 10_000
@@ -24,10 +25,11 @@ Places = dict[int, int]
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """What a pin's token says: which it is, and where each table ended then."""
+    """What a pin's token says: which it is, and where each table ended when it was made."""
 
     name: str
     ends: dict[int, Places]
+    made_us: int
 
 
 class Tables:
@@ -41,30 +43,33 @@ class Tables:
         self._given_back: set[str] = set()
 
     def get(
-        self, stream: Stream, keys: Sequence[bytes], at: Pin | None, *, settled: bool = False
+        self, stream: KafkaStream, keys: Sequence[bytes], at: Pin | None, *, settled: bool = False
     ) -> list[Entry | None]:
         check_table(stream)
         homes = sorted({home for key in keys for home in stream.homes(key)})
         if at is None and settled:
-            topic = self._cluster.address.topic(stream.name)
-            ends = self._cluster.settled_ends([(topic, home) for home in homes])
-            self.store.catch_up(stream, {home: ends[topic, home] for home in homes})
-            return self.store.get(stream, keys, None)
-        with self._caught_up(stream, self._places(stream, at), homes) as (store, places):
+            asked_us = now_us()
+            ends = self._cluster.settled_ends([(stream.topic, home) for home in homes])
+            wanted = {home: ends[stream.topic, home] for home in homes}
+            with self.store.moment(stream, wanted, asked_us):
+                return self.store.get(stream, keys, None)
+        with self._caught_up(stream, self._pinned(at), homes) as (store, places):
             return store.get(stream, keys, places)
 
-    def page(self, stream: Stream, after: bytes | None, limit: int, at: Pin | None) -> list[Entry]:
+    def page(
+        self, stream: KafkaStream, after: bytes | None, limit: int, at: Pin | None
+    ) -> list[Entry]:
         check_table(stream)
         if not 1 <= limit <= self._limits.page_rows_max:
             raise LimitError(
                 f"a page has 1 to {self._limits.page_rows_max} entries (page_rows_max), not {limit}"
             )
-        with self._caught_up(stream, self._places(stream, at)) as (store, places):
+        with self._caught_up(stream, self._pinned(at)) as (store, places):
             return store.page(stream, after, limit, places)
 
-    def snapshot(self, stream: Stream) -> Iterator[list[Entry]]:
+    def snapshot(self, stream: KafkaStream) -> Iterator[list[Entry]]:
         check_table(stream)
-        moment = self._ends([stream]).get(stream.id, {})
+        moment = self._now([stream])
         after: bytes | None = None
         while True:
             with self._caught_up(stream, moment) as (store, places):
@@ -74,51 +79,53 @@ class Tables:
             yield rows
             after = rows[-1].key
 
-    def pin(self, streams: Sequence[Stream], duration_s: float) -> Pin:
+    def pin(self, streams: Sequence[KafkaStream], duration_s: float) -> Pin:
         """Remember where each table ends now; Kafka keeps the rest."""
-        ends = self._ends([stream for stream in streams if stream.spec.table])
+        moment = self._now([stream for stream in streams if stream.spec.table])
         expires = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=duration_s)
-        return Pin(msgspec.json.encode(Pinned(secrets.token_hex(4), ends)).decode(), expires)
+        return Pin(msgspec.json.encode(moment).decode(), expires)
 
     def unpin(self, pin: Pin) -> None:
         if len(self._given_back) >= GIVEN_BACK_MAX:
             self._given_back.clear()
         self._given_back.add(pin.token)
 
-    def _places(self, stream: Stream, pin: Pin | None) -> Places | None:
+    def _pinned(self, pin: Pin | None) -> Pinned | None:
         if pin is None:
             return None
         if pin.token in self._given_back or pin.expires <= dt.datetime.now(dt.UTC):
             raise PinExpiredError(
                 f"the pin expired at {pin.expires.isoformat()} or was given back: pin again"
             )
-        return msgspec.json.decode(pin.token, type=Pinned).ends.get(stream.id, {})
+        return msgspec.json.decode(pin.token, type=Pinned)
 
-    def _ends(self, streams: Sequence[Stream]) -> dict[int, Places]:
-        """Where the partitions of these streams end now, by the stream's id."""
-        names = {self._cluster.address.topic(stream.name): stream for stream in streams}
+    def _now(self, streams: Sequence[KafkaStream]) -> Pinned:
+        """Where the partitions of these streams end now."""
+        asked_us = now_us()
+        names = {stream.topic: stream for stream in streams}
         places = [(name, p) for name, stream in names.items() for p in range(stream.partitions)]
         found: dict[int, Places] = {}
         for (name, partition), end in self._cluster.ends(places, committed=True).items():
             found.setdefault(names[name].id, {})[partition] = end
-        return found
+        return Pinned(secrets.token_hex(4), found, asked_us)
 
     @contextlib.contextmanager
     def _caught_up(
-        self, stream: Stream, at: Places | None, partitions: Sequence[int] | None = None
+        self, stream: KafkaStream, at: Pinned | None, partitions: Sequence[int] | None = None
     ) -> Iterator[tuple[Store, Places | None]]:
-        """A store that has everything up to then; and `at`, where it may have more."""
+        """A store as of then, or of now; and the places of `at`, where it may have more."""
         chosen = range(stream.partitions) if partitions is None else partitions
-        ends = self._ends([stream])[stream.id] if at is None else at
+        moment = self._now([stream]) if at is None else at
+        ends = moment.ends.get(stream.id, {})
         wanted = {partition: ends.get(partition, 0) for partition in chosen}
-        self.store.catch_up(stream, wanted)
-        if at is None or all(self.store.floor(stream, p) <= wanted[p] for p in chosen):
-            yield self.store, at
-            return
+        with self.store.moment(stream, wanted, moment.made_us):
+            if at is None or all(self.store.floor(stream, p) <= wanted[p] for p in chosen):
+                yield self.store, None if at is None else ends
+                return
         # The file has let go of versions that old: what Kafka still has is put together again.
         older = Store(None, self._reader.read)
         try:
-            older.catch_up(stream, wanted)
-            yield older, at
+            with older.moment(stream, wanted, moment.made_us):
+                yield older, ends
         finally:
             older.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from confluent_kafka import KafkaError, TopicCollection
@@ -19,8 +19,11 @@ from penstock.failpoints import failpoint
 from penstock.log.changes import Resolved
 from penstock.log.kafka import ledger, objects, staging
 from penstock.log.kafka.client import Cluster, KafkaOptions
+from penstock.log.kafka.objects import Configuration, Draft, Duty, KafkaStream, Removal
 from penstock.log.kafka.session import TakenError
-from penstock.log.objects import CreateStream, Stream, StreamSpec
+from penstock.log.names import SYSTEM
+from penstock.log.objects import Change, GrowStream, Stream, StreamSpec
+from penstock.records.event import now_us
 
 _THERE = (KafkaError.TOPIC_ALREADY_EXISTS,)
 _MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART,)
@@ -90,29 +93,42 @@ class Topics:
             "making the log's own topics", self._cluster.admin.create_topics(new), _THERE
         )
 
-    def make(self, wanted: Mapping[str, Resolved]) -> None:
-        """Topics of new streams. One that is there already must be empty and as wanted."""
-        if not wanted:
-            return
-        there = self._cluster.topics()
-        new = []
-        for topic, resolved in wanted.items():
-            spec = cast(StreamSpec, resolved.spec)
-            if topic in there:
-                self._check_unused(topic, there[topic], resolved)
-                self._configure(topic, topic_settings(spec))
-                continue
-            new.append(
-                NewTopic(
-                    topic, resolved.partitions, spec.replication or 1, config=topic_settings(spec)
-                )
-            )
-        if new:
-            self._create(new, validate_only=True)
+    def check(self, draft: Draft) -> dict[str, Duty]:
+        """What is left to do to topics when a change is written; changes nothing itself.
+
+        Raises what speaks against the change: Kafka's reasons too.
+        """
+        since_us = now_us()
+        settings = {topic: _differing(resolved) for topic, resolved in draft.changed.items()}
+        for topic, resolved in draft.new.items():
+            if topic in draft.there:
+                self._check_unused(topic, draft.there[topic], resolved)
+                settings[topic] = tuple(topic_settings(cast(StreamSpec, resolved.spec)))
+        duties: dict[str, Duty] = {}
+        for topic, names in settings.items():
+            if names:
+                spec = cast(StreamSpec, (draft.new.get(topic) or draft.changed[topic]).spec)
+                self._configure(topic, spec, names, check_only=True)
+                duties[topic] = Configuration(names, since_us)
+        self._create(_missing(draft), validate_only=True)
+        ids = self.ids(draft.gone)
+        return {**duties, **{topic: Removal(id_, since_us) for topic, id_ in ids.items()}}
+
+    def make(self, draft: Draft) -> None:
+        """Make topics of new streams, and let topics grow: before the catalogue says so."""
+        if new := _missing(draft):
             self._create(new, validate_only=False)
             failpoint("objects.changed")
+        for topic, resolved in draft.changed.items():
+            if resolved.partitions > draft.there.get(topic, 0):
+                asked = [NewPartitions(topic, resolved.partitions)]
+                made = self._cluster.admin.create_partitions(asked)
+                self._cluster.done(f"adding partitions to {topic}", made)
+                failpoint("objects.changed")
 
     def _create(self, new: list[NewTopic], *, validate_only: bool) -> None:
+        if not new:
+            return
         asked = self._cluster.admin.create_topics(new, validate_only=validate_only)
         made = self._cluster.done(f"making the topic {new[0].topic}", asked, _THERE)
         if len(made) < len(new):
@@ -133,39 +149,19 @@ class Topics:
                 f"(`penstock stream adopt {resolved.name}`), or choose another name"
             )
 
-    def change(self, wanted: Mapping[str, Resolved]) -> None:
-        """Bring topics to what their streams are now; refuses before it changes anything."""
-        for resolved in wanted.values():
-            spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
-            if spec.replication != before.spec.replication:
-                raise UsageError(
-                    f"stream {before.name}: replication cannot change from "
-                    f"{before.spec.replication} to {spec.replication} here: move its replicas with "
-                    "Kafka's own tools (kafka-reassign-partitions)"
-                )
-        for topic, resolved in wanted.items():
-            spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
-            there = self._cluster.topics().get(topic, 0)
-            if resolved.partitions > there:
-                self._grow(topic, resolved.partitions)
-            if topic_settings(spec) != topic_settings(before.spec):
-                self._configure(topic, topic_settings(spec))
-
-    def _grow(self, topic: str, partitions: int) -> None:
-        new = [NewPartitions(topic, partitions)]
-        self._cluster.done(
-            f"adding partitions to {topic}", self._cluster.admin.create_partitions(new)
-        )
-
-    def _configure(self, topic: str, settings: Mapping[str, str]) -> None:
+    def _configure(
+        self, topic: str, spec: StreamSpec, names: Sequence[str], *, check_only: bool = False
+    ) -> None:
+        wanted = topic_settings(spec)
         entries = [
-            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
-            for name, value in settings.items()
+            ConfigEntry(name, wanted[name], incremental_operation=AlterConfigOpType.SET)
+            if name in wanted
+            else ConfigEntry(name, None, incremental_operation=AlterConfigOpType.DELETE)
+            for name in names
         ]
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
-        self._cluster.done(
-            f"changing the topic {topic}", self._cluster.admin.incremental_alter_configs([resource])
-        )
+        asked = self._cluster.admin.incremental_alter_configs([resource], validate_only=check_only)
+        self._cluster.done(f"changing the topic {topic}", asked)
 
     def ids(self, topics: Sequence[str]) -> dict[str, str]:
         """Kafka's own ids of topics: another one after a topic was removed and made again."""
@@ -175,17 +171,52 @@ class Topics:
         found = self._cluster.done(f"looking at {topics[0]}", asked, _MISSING)
         return {topic: str(about.topic_id) for topic, about in found.items()}
 
-    def settle(self, draft: objects.Draft) -> None:
-        """Remove what was dropped, and make anew what was dropped and created as one change."""
-        dropped = draft.dropped()
-        there = self.ids(list(dropped))
-        for topic, number in dropped.items():
-            if there.get(topic) == number:
-                asked = self._cluster.admin.delete_topics([topic])
-                self._cluster.done(f"removing the topic {topic}", asked, _MISSING)
-            stream = draft.stream_of(topic)
+    def carry_out(self, topic: str, duty: Duty, stream: KafkaStream | None) -> None:
+        """Do what is to be done to a topic, which holds the stream, or none any more."""
+        if isinstance(duty, Configuration):
             if stream is not None:
-                change = CreateStream(stream.spec)
-                wanted = Resolved(change, stream.name, None, stream.spec, stream.grown)
-                self.make({topic: wanted})
-            draft.forget(topic)
+                self._configure(topic, stream.spec, duty.settings)
+        elif stream is None and self.ids([topic]).get(topic) == duty.topic_id:
+            asked = self._cluster.admin.delete_topics([topic])
+            self._cluster.done(f"removing the topic {topic}", asked, _MISSING)
+        failpoint("objects.changed")
+
+    def overlooked(self, streams: Iterable[KafkaStream], there: Mapping[str, int]) -> list[Change]:
+        """Growths of topics that their streams do not know of, though they hold messages.
+
+        A process died that let a topic grow, or somebody used Kafka's own tools; and others
+        write there.
+        """
+        found: list[Change] = []
+        for stream in streams:
+            more = [(stream.topic, p) for p in range(stream.partitions, there.get(stream.topic, 0))]
+            is_one = stream.spec.ids == "producer" or stream.name.namespace == SYSTEM
+            if more and not is_one and any(self._cluster.ends(more, committed=False).values()):
+                found.append(GrowStream(str(stream.name), there[stream.topic]))
+        return found
+
+
+def _missing(draft: Draft) -> list[NewTopic]:
+    """The topics that are to be made."""
+    found = []
+    for topic, resolved in draft.new.items():
+        spec = cast(StreamSpec, resolved.spec)
+        if topic not in draft.there:
+            settings = topic_settings(spec)
+            found.append(
+                NewTopic(topic, resolved.partitions, spec.replication or 1, config=settings)
+            )
+    return found
+
+
+def _differing(resolved: Resolved) -> tuple[str, ...]:
+    """The settings of a topic that a change of its stream changes."""
+    spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
+    if spec.replication != before.spec.replication:
+        raise UsageError(
+            f"stream {before.name}: replication cannot change from {before.spec.replication} to "
+            f"{spec.replication} here: move its replicas with Kafka's own tools "
+            "(kafka-reassign-partitions)"
+        )
+    had, wanted = topic_settings(before.spec), topic_settings(spec)
+    return tuple(name for name in {**had, **wanted} if had.get(name) != wanted.get(name))

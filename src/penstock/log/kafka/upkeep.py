@@ -6,7 +6,6 @@ does it at once, and looks after what is Penstock's own.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,31 +13,30 @@ from confluent_kafka import TopicPartition
 
 from penstock.log.api import Upkeep
 from penstock.log.kafka.client import Cluster
-from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line
+from penstock.log.kafka.ledger import Ledger, ProducerState
 from penstock.log.kafka.messages import offset_of
-from penstock.log.kafka.session import Sessions, TakenError, UnknownError
+from penstock.log.kafka.objects import KafkaStream
+from penstock.log.kafka.producers import Producers
 from penstock.log.kafka.staging import PARTITIONS, Place, Staging, Tag
 from penstock.log.kafka.store import Store
-from penstock.log.kafka.writing import explained
-from penstock.log.objects import Stream
 from penstock.records.event import now_us
 
-EPHEMERAL_S = 7 * 24 * 3600
+PRODUCER_KEPT_US = 7 * 24 * 3600 * 1_000_000
 
 
 class Housekeeper:
     """Carries out rounds of upkeep; beside readers and writers, and beside others of its kind."""
 
     def __init__(
-        self, cluster: Cluster, sessions: Sessions, ledger: Ledger, staging: Staging, store: Store
+        self, cluster: Cluster, producers: Producers, ledger: Ledger, staging: Staging, store: Store
     ) -> None:
         self._cluster = cluster
-        self._sessions = sessions
+        self._producers = producers
         self._ledger = ledger
         self._staging = staging
         self._store = store
 
-    def round(self, streams: Sequence[Stream]) -> Upkeep:
+    def round(self, streams: Sequence[KafkaStream]) -> Upkeep:
         expired = sum(self._expire(stream) for stream in streams)
         self._store.forget_others(streams)
         self._store.remove_unused()
@@ -53,12 +51,11 @@ class Housekeeper:
 
     # Retention
 
-    def _expire(self, stream: Stream) -> int:
+    def _expire(self, stream: KafkaStream) -> int:
         """Remove events that are older than the stream keeps them; the number of partitions."""
         if stream.spec.retention_ms is None or stream.spec.table:
             return 0
-        topic = self._cluster.address.topic(stream.name)
-        places = [(topic, partition) for partition in range(stream.partitions)]
+        places = [(stream.topic, partition) for partition in range(stream.partitions)]
         firsts = self._cluster.firsts(places)
         ends = self._cluster.ends(places, committed=True)
         before_ms = now_us() // 1000 - stream.spec.retention_ms
@@ -112,16 +109,9 @@ class Housekeeper:
 
     def _forget(self, producers: dict[str, ProducerState]) -> int:
         """Strike ephemeral producers out that have not committed for long."""
-        before_us = now_us() - EPHEMERAL_S * 1_000_000
-        old = [n for n, state in producers.items() if state.ephemeral and state.time_us < before_us]
-        for name in old:
-            with self._sessions.using(f"producer.{name}") as session, explained():
-                session.close()
-                with contextlib.suppress(TakenError, UnknownError):
-                    session.open()
-                    session.save(self._ledger.topic, producer_line(name, None))
-                session.close()
-        return len(old)
+        before_us = now_us() - PRODUCER_KEPT_US
+        old = [name for name, state in producers.items() if state.is_forgettable(before_us)]
+        return sum(self._producers.forget(name, before_us) for name in old)
 
 
 def _is_live(tag: Tag, state: ProducerState | None) -> bool:

@@ -56,6 +56,11 @@ class View:
             marked = {p for (_, p), end in ends.items() if wait and settled[self._topic, p] == end}
             self._read(self._opened(list(wanted)), wanted, marked)
 
+    def reached(self, partition: int) -> int:
+        """The offset up to which a partition was read."""
+        with self.lock:
+            return self._next.get(partition, 0)
+
     def _opened(self, partitions: list[int]) -> Consumer:
         """The consumer, reading these partitions from where they were left."""
         if self._consumer is None:
@@ -76,6 +81,7 @@ class View:
         deadline = time.monotonic() + patience_s
         try:
             while wanted:
+                self._cluster.check_open()
                 first = consumer.poll(POLL_S)
                 found = [] if first is None else [first, *consumer.consume(MESSAGES, 0)]
                 for message in found:

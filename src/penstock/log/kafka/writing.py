@@ -1,13 +1,4 @@
-"""Commits on Kafka: numbered, fenced, and one transaction each.
-
-A process commits for a producer only while its session of that name is open: opening it closes
-every other one, and only then is the ledger read. So what a session knows of its producer is
-right until a commit fails, and then everything is opened and read again.
-
-Events of an `ids="producer"` stream are written by a session of the stream's own, since only
-one writer at a time can compare with the ids it holds. A producer's line in the ledger names
-the streams for which it did that, and whoever opens the producer opens their sessions too.
-"""
+"""Commits on Kafka: numbered, fenced, and one transaction each."""
 
 from __future__ import annotations
 
@@ -46,34 +37,32 @@ from penstock.log.api import (
 from penstock.log.checks import check_columns, check_held, check_stageable, repeated
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line, progress_line
-from penstock.log.kafka.objects import Catalogue
+from penstock.log.kafka.objects import Catalogue, KafkaStream, StreamGoneError
+from penstock.log.kafka.producers import Producers, cause_of
 from penstock.log.kafka.sending import Prepared, Sent, prepare
 from penstock.log.kafka.session import (
     NotCommittedError,
     Session,
-    Sessions,
     TakenError,
     UnknownError,
 )
 from penstock.log.kafka.staging import Staging, Tag
 from penstock.log.kafka.tables import Tables
-from penstock.log.objects import Stream
 from penstock.log.partitioning import chunks
 from penstock.records.event import from_microseconds, ids_of, now_us, numbered
 
 RETRY_PAUSE_S = 0.05
-HOLD_TRIES_MAX = 20
 VISIBLE_S = 2.0
 """A commit waits so long to be readable; another one under way can hold it back longer."""
 
 
 class Writer:
-    """Holds producers, stages and commits. For any thread."""
+    """Stages and commits. For any thread."""
 
     def __init__(
         self,
         cluster: Cluster,
-        sessions: Sessions,
+        producers: Producers,
         ledger: Ledger,
         catalogue: Catalogue,
         staging: Staging,
@@ -81,61 +70,13 @@ class Writer:
         limits: Limits,
     ) -> None:
         self._cluster = cluster
-        self._sessions = sessions
+        self._producers = producers
         self._ledger = ledger
         self._catalogue = catalogue
         self._staging = staging
         self._tables = tables
         self._limits = limits
         self._uncertain: set[tuple[str, int]] = set()
-
-    # Producers
-
-    def hold(self, producer: str, ephemeral: bool) -> Holder:
-        for _ in range(HOLD_TRIES_MAX):
-            with self._sessions.using(f"producer.{producer}") as session, explained():
-                with contextlib.suppress(TakenError, UnknownError):
-                    state = self._opened(session, producer)
-                    held = msgspec.structs.replace(
-                        state, epoch=state.epoch + 1, ephemeral=ephemeral, time_us=now_us()
-                    )
-                    self._save_state(session, producer, held)
-                    failpoint("hold.epoch")
-                    return Holder(producer, held.epoch)
-        raise LogBusyError(f"the producer {producer} is opened by others all the time: stop them")
-
-    def _opened(self, session: Session, producer: str) -> ProducerState:
-        """What the ledger says of the producer that the session is of, and nobody can change."""
-        if not session.is_open:
-            session.open()
-            try:
-                session.state = self._settled(session, producer)
-            except BaseException:
-                session.close()  # what it knows of its producer is not what the ledger says
-                raise
-        return session.state
-
-    def _settled(self, session: Session, producer: str) -> ProducerState:
-        """The producer's line, once nothing that writes for it is under way.
-
-        Sessions that wrote for it are named before they write. Whatever one of them left under
-        way must be settled before the ledger can be read to its end, which may name more.
-        """
-        session.opened_with = {}
-        known = self._ledger.producer(producer, wait=False) or ProducerState()
-        while True:
-            for stream in set(known.via) - set(session.opened_with):
-                with self._sessions.using(_ids_session(stream)) as ids:
-                    ids.close()
-                    ids.open()
-                    session.opened_with[stream] = ids.openings
-            known = self._ledger.producer(producer) or ProducerState()
-            if set(known.via) <= set(session.opened_with):
-                return known
-
-    def _save_state(self, session: Session, producer: str, state: ProducerState) -> None:
-        session.save(self._ledger.topic, producer_line(producer, state))
-        session.state = state
 
     # Staging
 
@@ -173,9 +114,11 @@ class Writer:
             except UnknownError as error:
                 self._uncertain.add(name)
                 # Whatever it was: opening the producer again tells what became of it.
-                failed = LogUnreachableError(str(_cause(error)))
+                failed = LogUnreachableError(str(cause_of(error)))
             except NotCommittedError as error:
-                failed = _cause(error)
+                failed = cause_of(error)
+            except StreamGoneError as error:
+                failed = LogBusyError(str(error))  # commit to the one that is there now
             except (FencedError, SequenceError) as error:
                 return self._found_out(holder, sequence, error)
             except CommitOutcomeUnknownError:
@@ -221,22 +164,24 @@ class Writer:
         1. Open the producer's session, unless it is open, and look at its line of the ledger.
         2. The holder must hold it, and the sequence be new; a repeated one returns its outcome.
         3. Send the events, wait until they have offsets, then send progress and the outcome.
-        4. Commit the transaction, and wait until readers see it.
+        4. Look whether the streams are still what they were: whoever drops or changes one after
+           that does so while this commit is under way.
+        5. Commit the transaction, and wait until readers see it.
         """
-        with self._sessions.using(f"producer.{holder.producer}") as session:
-            state = _held(holder, self._opened(session, holder.producer))
+        with self._producers.using(holder.producer) as session:
+            state = _held(holder, self._producers.opened(session, holder.producer))
             if state.committed is not None and sequence <= state.committed.sequence:
                 return repeated(holder, sequence, state.committed)
             prepared = self._prepared(holder, sequence, commit)
             failpoint("commit.prepared")
             with self._writer(session, holder, prepared) as (writer, compared):
-                sent = [Sent(item, self._topic(item.stream)) for item in compared]
+                sent = [Sent(item) for item in compared]
                 after = self._transact(writer, session, holder, sequence, sent, commit, deadline)
             session.state = after
         done = after.committed
         assert done is not None  # noqa: S101  just made
         self._reached(holder.producer)
-        self._until_visible(done.placements)
+        self._until_visible([item.stream.topic for item in sent], done.placements)
         return done
 
     @staticmethod
@@ -253,12 +198,18 @@ class Writer:
         self, writer: Session, session: Session, holder: Holder, sequence: int,
         sent: Sequence[Sent], commit: Commit, deadline: float,
     ) -> ProducerState:  # fmt: skip
+        streams = [item.stream for item in sent]
+
+        def glance() -> None:
+            with contextlib.suppress(LogUnreachableError), self._cluster.within(time.monotonic()):
+                self._check_unchanged(streams)
+
         def fill() -> ProducerState:
             failpoint("commit.begun")
             for item in sent:
                 item.send(writer)
             failpoint("commit.blobs")
-            writer.flush(deadline)
+            writer.flush(deadline, glance)
             failpoint("commit.index")
             times = [item.time_ms for item in sent if item.time_ms is not None]
             committed = Committed(
@@ -277,21 +228,26 @@ class Writer:
             for line in [*lines, producer_line(holder.producer, state)]:
                 writer.send(self._ledger.topic, line.partition, line.key, line.value)
             failpoint("commit.progress")
-            writer.flush(deadline)
+            self._check_unchanged(streams)
+            writer.flush(deadline, glance)
             failpoint("commit.producer")
             return state
 
         try:
             return writer.transact(fill, deadline)
-        except NotCommittedError:
-            raise
+        except (NotCommittedError, TakenError):
+            raise  # it did not happen
         except BaseException:
             session.close()  # it must be found out anew what became of it
             writer.close()
             raise
 
-    def _topic(self, stream: Stream) -> str:
-        return self._cluster.address.topic(stream.name)
+    def _check_unchanged(self, streams: Sequence[KafkaStream]) -> None:
+        """Undo the transaction if one of its streams has changed since it was prepared."""
+        for stream in self._catalogue.look_again(streams) if streams else ():
+            raise NotCommittedError from LogBusyError(
+                f"stream {stream.name} was changed while it was written to: commit again"
+            )
 
     # What is to be written
 
@@ -320,7 +276,11 @@ class Writer:
         return made
 
     def _staged(
-        self, holder: Holder, sequence: int, pieces: Sequence[Piece], streams: Mapping[str, Stream]
+        self,
+        holder: Holder,
+        sequence: int,
+        pieces: Sequence[Piece],
+        streams: Mapping[str, KafkaStream],
     ) -> dict[int, pa.RecordBatch]:
         numbers = [number for piece in pieces for number in piece.batches]
         if len(set(numbers)) < len(numbers):
@@ -350,29 +310,21 @@ class Writer:
                 "stream, since each has a writer of its own; commit them one after the other"
             )
         stream = next(iter(comparing.values()))
-        name = self._topic(stream)
-        if name not in session.state.via:
-            via = (*session.state.via, name)
-            state = msgspec.structs.replace(session.state, via=via)
-            self._save_state(session, holder.producer, state)
-        with self._sessions.using(_ids_session(name)) as ids:
-            if not ids.is_open or session.opened_with.get(name) != ids.openings:
-                # Somebody else compared since, here or elsewhere; they may also have opened our
-                # producer. Whoever opens that opens this one too.
-                session.close()
-                raise TakenError
+        with self._producers.using_ids(stream.topic) as ids:
+            self._producers.bind(session, holder.producer, ids, stream.topic)
             yield ids, self._without_held(stream, prepared)
             failpoint("commit.ids")
 
-    def _without_held(self, stream: Stream, prepared: Sequence[Prepared]) -> list[Prepared]:
+    def _without_held(self, stream: KafkaStream, prepared: Sequence[Prepared]) -> list[Prepared]:
         """Without the events whose ids the stream holds already."""
-        place = (self._topic(stream), 0)  # nobody else can write there while we compare
-        self._tables.store.catch_up(stream, {0: self._cluster.settled_ends([place])[place]})
+        place = (stream.topic, 0)  # nobody else can write there while we compare
+        with self._cluster.watching(lambda: self._catalogue.check_there(stream)):
+            end = self._cluster.settled_ends([place])[place]
         mine = [item for item in prepared if item.stream.id == stream.id]
         ids = [
             id_ for item in mine for chunk in item.chunks for id_ in ids_of(chunk.batch).to_pylist()
         ]
-        gone = set(self._tables.store.held(stream, ids))
+        gone = set(self._tables.store.held(stream, ids, end))
         made, at = [], 0
         for item in prepared:
             if item.stream.id != stream.id:
@@ -386,20 +338,19 @@ class Writer:
 
     # Being seen
 
-    def _until_visible(self, placements: Sequence[Placement]) -> None:
+    def _until_visible(self, topics: Sequence[str], placements: Sequence[Placement]) -> None:
         """Wait until what was committed can be read; only for so long, for it is safe anyway."""
         last: dict[tuple[str, int], int] = {}
-        for placement in placements:
-            with contextlib.suppress(PenstockError):  # dropped in the meantime, or out of reach
-                topic = self._topic(self._catalogue.stream(placement.stream))
-                for partition, first, rows in placement.ranges:
-                    last[topic, partition] = max(last.get((topic, partition), 0), first + rows - 1)
+        for topic, placement in zip(topics, placements, strict=True):
+            for partition, first, rows in placement.ranges:
+                last[topic, partition] = max(last.get((topic, partition), 0), first + rows - 1)
         deadline = time.monotonic() + VISIBLE_S
         while last and time.monotonic() < deadline:
             try:
-                ends = self._cluster.ends(list(last), committed=True)
+                with self._cluster.within(deadline):
+                    ends = self._cluster.ends(list(last), committed=True)
             except LogError:
-                return
+                return  # dropped in the meantime, or out of reach
             last = {place: offset for place, offset in last.items() if ends[place] <= offset}
             if last:
                 time.sleep(0.001)
@@ -418,25 +369,7 @@ def _thinned(item: Prepared, dropped: tuple[int, ...]) -> Prepared:
     return Prepared(item.stream, kept, dropped)
 
 
-def _ids_session(topic: str) -> str:
-    return f"ids.{topic}"
-
-
 def _held(holder: Holder, state: ProducerState | None) -> ProducerState:
     """The state of the producer, if the holder holds it."""
     check_held(holder, (state and state.epoch) or None)
     return cast(ProducerState, state)
-
-
-def _cause(error: Exception) -> PenstockError:
-    cause = error.__cause__
-    return cause if isinstance(cause, PenstockError) else LogError(f"Kafka: {cause}")
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """What did not happen is told by its cause."""
-    try:
-        yield
-    except NotCommittedError as error:
-        raise _cause(error) from error

@@ -12,6 +12,7 @@ from penstock.errors import (
     EvolutionError,
     LimitError,
     ObjectExistsError,
+    PieceError,
     RecordError,
     UnknownObjectError,
     UsageError,
@@ -34,6 +35,7 @@ from penstock.testing.contract.setting import (
     Order,
     commit_as,
     create,
+    make_part,
     orders,
 )
 
@@ -137,6 +139,42 @@ class Objects(OnEngine):
         assert log.stream("s").id != old
         assert list(orders(log, "s")) == []
         assert log.get("s", [b"u1"]) == [None]
+
+    def test_a_stream_may_be_made_anew_in_one_change(self, harness: Harness, log: Log) -> None:
+        """Then it is empty for everybody at once, and takes what is written to it."""
+        kinds: dict[str, dict[str, object]] = {
+            "plain": {"partitions": 3}, "table": {"table": True},
+            "unique": {"ids": "producer", "key": None},
+        }  # fmt: skip
+        for name, settings in kinds.items():
+            create(log, name, **settings)  # type: ignore[arg-type]
+        with harness.open() as other:
+            holder = other.hold("p")
+            for sequence, name in enumerate(kinds):
+                part = make_part(other, name, [1, 2], ids=[1, 2])
+                other.commit(holder, sequence, Commit(parts=[part]))
+            assert other.get("table", [b"u1"]) != [None]
+            for name in kinds:
+                log.apply([DropStream(name), CreateStream(log.stream(name).spec)])
+                assert list(orders(other, name)) == []
+            assert other.get("table", [b"u1"]) == [None]
+            for sequence, name in enumerate(kinds, 3):
+                part = make_part(other, name, [2, 3], ids=[2, 3])
+                done = other.commit(holder, sequence, Commit(parts=[part]))
+                assert done.placements[0].dropped == ()
+                assert sorted(e.data.amount for e in orders(log, name)) == [2, 3]
+            assert log.get("table", [b"u1"]) == [None]
+
+    def test_what_was_staged_for_a_stream_is_not_committed_to_another_of_its_name(
+        self, log: Log
+    ) -> None:
+        create(log, "s")
+        holder = log.hold("p")
+        piece = log.stage(holder, 0, make_part(log, "s", [1]))
+        log.apply([DropStream("s"), CreateStream(log.stream("s").spec)])
+        with pytest.raises(PieceError):
+            log.commit(holder, 0, Commit(pieces=[piece]))
+        assert list(orders(log, "s")) == []
 
     @pytest.mark.parametrize("name", ["_system.objects", "_system.metrics"])
     def test_the_systems_streams_are_its_own(self, log: Log, name: str) -> None:

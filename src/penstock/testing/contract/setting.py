@@ -43,6 +43,8 @@ class OnEngine:
     engine: ClassVar[str] = "any"
     moments_s: ClassVar[float] = 0.0
     """How long a commit may take to show in all its partitions; promise 2 says where it may."""
+    producers_kept_us: ClassVar[str] = ""
+    """The constant that says how long an ephemeral producer is remembered, by its full name."""
 
     @pytest.fixture
     def harness(self) -> Harness:

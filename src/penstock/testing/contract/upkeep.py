@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.errors import (
+    FencedError,
     OffsetGoneError,
 )
 from penstock.log.api import Log
@@ -116,6 +117,49 @@ class Upkeep(OnEngine):
             thread.join(60)
         assert not errors
         assert [e.data.amount for e in orders(log, "s")] == list(range(300))
+
+    # Producers
+
+    def test_only_ephemeral_producers_are_forgotten(
+        self, log: Log, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A lasting one stays lasting, also when it is opened as an ephemeral one."""
+        create(log, "s")
+        for name, *holds in (
+            ("once", True), ("often", True, True), ("kept", False), ("late", True, False),
+            ("early", False, True), ("between", True, False, True),
+        ):  # fmt: skip
+            for ephemeral in holds:
+                holder = log.hold(name, ephemeral=ephemeral)
+            commit_as(log, holder, 0, "s", [1])
+        assert log.maintain().producers_forgotten == 0
+        monkeypatch.setattr(self.producers_kept_us, -1_000_000)
+        assert log.maintain().producers_forgotten == 2
+        known = [
+            name
+            for name in ("once", "often", "kept", "late", "early", "between")
+            if log.last_commit(name) is not None
+        ]
+        assert known == ["kept", "late", "early", "between"]
+
+    def test_a_holder_of_a_forgotten_producer_has_to_open_it_again(
+        self, harness: Harness, log: Log, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        create(log, "s")
+        fenced, idle = (log.hold("once", ephemeral=True) for _ in range(2))
+        commit_as(log, idle, 7, "s", [1])
+        monkeypatch.setattr(self.producers_kept_us, -1_000_000)
+        with harness.open() as other:
+            assert other.maintain().producers_forgotten == 1
+        for holder in (idle, fenced):
+            with pytest.raises(FencedError, match=r"not known here .*: open it again"):
+                commit_as(log, holder, 8, "s", [2])
+        new = log.hold("once", ephemeral=True)
+        for holder in (idle, fenced):
+            with pytest.raises(FencedError, match="opened again"):
+                commit_as(log, holder, 8, "s", [2])
+        commit_as(log, new, 0, "s", [3])
+        assert [e.data.amount for e in orders(log, "s")] == [1, 3]
 
     # Verify
 
