@@ -1,4 +1,4 @@
-"""`penstock run`, `reset` and `agent list`: apps on Spark."""
+"""`penstock run`, `reset`, `prepare` and `agent list`: apps on Spark."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def register(app: typer.Typer) -> None:
             "penstock reset shop.py spend", "penstock reset shop.py spend --output clear --yes"
         ),
     )(reset)
+    app.command("prepare", epilog=examples("penstock prepare"))(prepare)
     agents = typer.Typer(no_args_is_help=True, help="Where the agents of apps are.")
     agents.command("list", epilog=examples("penstock agent list", "penstock agent list --json"))(
         list_agents
@@ -118,20 +119,22 @@ def run(  # noqa: PLR0913  a parameter for each option
     Streams and tables that the app declares are made. Ctrl-C (or SIGTERM) lets every query
     finish its batch. Exits with 1 if a query was given up.
     """
-    loaded = load_app(app, arguments or [])
-    check_defined(loaded, only or [])
     conf, log_option = split_settings(settings or [])
+    folder = _checkpoints(context, log, checkpoints)
     stop = threading.Event()
     finishing = stopping(stop, "each query finishes its batch")
-    with open_named(context, log, log_option, create=True) as opened, finishing:
-        note(f"starting {loaded.name} on Spark ({master}) …")
+    with contextlib.ExitStack() as early:
+        loaded = load_app(app, arguments or [], lambda: start_early(early, master, conf, folder))
+        check_defined(loaded, only or [])
+        opened = early.enter_context(open_named(context, log, log_option, create=True))
+        early.enter_context(finishing)
         # Spark is loaded only by those who run an app.
         from penstock.spark.running import running
 
         with running(
-            loaded, opened, master=master, checkpoints=_checkpoints(context, log, checkpoints),
-            only=only or [], batch_rows=batch_rows, settings=conf,
-            log_options=parse_options(log_option),
+            loaded, opened, master=master, checkpoints=folder, only=only or [],
+            batch_rows=batch_rows, settings=conf, log_options=parse_options(log_option),
+            tell=lambda what: note(f"{loaded.name}: {what} …"),
         ) as runner:  # fmt: skip
             _watch(runner, stop, until_idle=until_idle, as_json=json)
         if json:
@@ -139,6 +142,17 @@ def run(  # noqa: PLR0913  a parameter for each option
     failure = runner.failure()
     if failure is not None:
         raise failure
+
+
+def start_early(
+    stack: contextlib.ExitStack, master: str, settings: dict[str, str], folder: Path
+) -> None:
+    """Start Spark before the app is loaded, whose module needs it for that; ended with `stack`."""
+    from penstock.spark.session import close_session, open_session
+
+    note(f"the app needs Spark to be loaded: starting it ({master}) …")
+    folder.mkdir(parents=True, exist_ok=True)
+    stack.callback(close_session, open_session(master, "penstock", settings, folder / "spark.log"))
 
 
 def split_settings(items: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -235,7 +249,9 @@ def reset(  # noqa: PLR0913  a parameter for each option
 
     With `--output clear` it asks first; without a terminal it wants `--yes`.
     """
-    loaded = load_app(app)
+    folder = _checkpoints(context, log, checkpoints)
+    with contextlib.ExitStack() as early:
+        loaded = load_app(app, (), lambda: start_early(early, "local[1]", {}, folder))
     check_defined(loaded, query.split("+"))
     chosen = plan(loaded).only(query.split("+")).definitions
     made = {definition.name: _made_by(loaded, definition, output) for definition in chosen}
@@ -247,7 +263,7 @@ def reset(  # noqa: PLR0913  a parameter for each option
             done = reset_query(
                 opened, loaded.name, definition.name, start=start, output=output,
                 inputs=definition.triggers, outputs=made[definition.name],
-                checkpoints=_checkpoints(context, log, checkpoints),
+                checkpoints=folder,
             )  # fmt: skip
             if json:
                 say_json(done)
@@ -273,6 +289,23 @@ def _made_by(loaded: App, definition: Definition, output: Output) -> tuple[str, 
         if shared:
             raise UsageError(f"{shared[0]} is written by others too, and cannot be cleared alone")
     return outputs
+
+
+def prepare(json: JsonOption = False) -> None:
+    """Let Spark start sooner: about half its time goes into loading classes.
+
+    Java keeps them in a file of some 170 MB in the user's cache, for this version of Java and of
+    Spark. Takes about half a minute, once.
+    """
+    from penstock.spark.preparing import prepare as make
+
+    with stderr.status("Spark is started once, and what it loads is kept …"):
+        made = make()
+    size = made.stat().st_size
+    if json:
+        say_json({"file": str(made), "bytes": size})
+    else:
+        say(f"Spark is prepared ({made}, {size / 1e6:,.0f} MB)")
 
 
 def list_agents(

@@ -141,7 +141,8 @@ def _java() -> Finding:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("java", "warning", f"{java} does not run: {error}")
-    line = (done.stderr or done.stdout).splitlines()[0] if done.stderr or done.stdout else ""
+    lines = [line for line in (done.stderr or done.stdout).splitlines() if "version" in line]
+    line = lines[0] if lines else ""
     major = "".join(c for c in line.partition('"')[2].split(".")[0] if c.isdigit())
     good = bool(major) and int(major) >= JAVA_MIN
     return Finding("java", "ok" if good else "warning", line or f"{java} says nothing")
