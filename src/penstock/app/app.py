@@ -12,7 +12,6 @@ from typing import Literal, ParamSpec, TypeVar, overload
 from penstock.app import joining
 from penstock.app.checks import (
     check_late,
-    check_place,
     checked,
     declared,
     length,
@@ -20,6 +19,7 @@ from penstock.app.checks import (
     place_name,
     within,
 )
+from penstock.app.connecting import check_listening, check_sinking
 from penstock.app.definitions import (
     CallableAgent,
     DeadLetters,
@@ -42,7 +42,6 @@ from penstock.app.tables import (
     value_schema,
 )
 from penstock.app.windows import Duration, Windows
-from penstock.connect.addresses import check_address, is_closed
 from penstock.connect.registry import Policy
 from penstock.errors import AppError
 from penstock.log.letters import DeadLetter, dead_name
@@ -58,7 +57,6 @@ D = TypeVar("D")
 Function = Callable[..., object]
 
 RETRIES_MAX = 100
-WORKERS_MAX = 256
 BATCH_ROWS_MAX = 1_000_000
 
 
@@ -199,27 +197,19 @@ class App:
         Those whose streams are called like this one are taken, with partitions or without; or
         those that fit a pattern in `names`. Elsewhere than on loopback a cookie is needed.
 
-        `decoder` makes an event's data of a message; without, a message is JSON, or bytes.
-        `on_damage` is what becomes of messages that are none, or that the stream cannot hold:
-        they end the connection, are left out, or become dead letters. It is as the stream's own,
-        unless it is given.
+        `decoder` makes an event's data of a message; without, that is JSON, or bytes. Messages
+        that are none, or that the stream cannot hold, end the connection, are left out, or become
+        dead letters, as `on_damage` says, or else the stream's own.
         """
-        where = caller()
-        called = name or f"{to.name}_listener"
+        where, called = caller(), name or f"{to.name}_listener"
         self.check_input(where, called, to)
-        check_place(where, address, check_address)
-        one_of(where, f"listener {called}: policy", policy, Policy)
-        damage = on_damage or to.on_damage
-        one_of(where, f"listener {called}: on_damage", damage, OnError)
-        if not is_closed(address, cookie):
-            raise AppError(f"{where}: anybody who reaches {address} could write: set a cookie")
-        self.define(
-            Listening(
-                name=called, inputs=(), outputs=(to,), location=where, address=address,
-                names=tuple(names) or (to.name, f"{to.name}.*"), cookie=cookie, policy=policy,
-                on_damage=damage, decoder=decoder,
-            )
+        listening = Listening(
+            name=called, inputs=(), outputs=(to,), location=where, address=address,
+            names=tuple(names) or (to.name, f"{to.name}.*"), cookie=cookie, policy=policy,
+            on_damage=on_damage or to.on_damage, decoder=decoder,
         )  # fmt: skip
+        check_listening(listening)
+        self.define(listening)
         return to
 
     # Derived streams and tables
@@ -418,24 +408,18 @@ class App:
         once.
 
         Rows go to one of `workers` connections by their key, as JSON, as the bytes they are, or
-        as what `encoder` makes of an event's data.
-        The number of workers is part of what the sink remembers: it must not change.
+        as what `encoder` makes of an event's data. The number of workers is part of what the sink
+        remembers: it must not change.
         """
-        where = caller()
-        called = name or f"{stream.name}_sink"
+        where, called = caller(), name or f"{stream.name}_sink"
         self.check_input(where, called, stream)
-        check_place(where, address, check_address)
-        within(where, f"sink {called}: workers", workers, 1, WORKERS_MAX)
-        timeout_us = length(where, timeout, "the timeout") or 0
-        if timeout_us < 1:
-            raise AppError(f"{where}: sink {called}: the timeout must be positive")
-        self.define(
-            Sinking(
-                name=called, inputs=(stream,), outputs=(), location=where, address=address,
-                workers=workers, cookie=cookie, encoder=encoder,
-                timeout_s=timeout_us / 1e6,
-            )
+        sinking = Sinking(
+            name=called, inputs=(stream,), outputs=(), location=where, address=address,
+            workers=workers, cookie=cookie, encoder=encoder,
+            timeout_s=(length(where, timeout, "the timeout") or 0) / 1e6,
         )  # fmt: skip
+        check_sinking(sinking)
+        self.define(sinking)
 
     def _dead_letters(self, of: str, where: Location) -> AppStream[object]:
         name = dead_name(of)
