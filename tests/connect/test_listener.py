@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock import CreateStream, DeadLetter, Log, Record, declare, read_events
+from penstock import CreateStream, DeadLetter, Log, Record, declare, failpoints, read_events
 from penstock import open as open_log
 from penstock.connect import wire
 from penstock.connect.effects import Close
@@ -474,3 +474,33 @@ def test_a_dead_letter_is_made_of_a_message_of_any_size(log: Log, listen: Listen
     assert [event.id for event in read_events(log, "json")] == ["s/3"]
     dead = [event.id for event in read_events(log, "json_dead")]
     assert dead == ["s/1", "s/2", f"s/{last}"]
+
+
+def test_an_error_that_nobody_knows_ends_one_connection_and_is_told(
+    log: Log, listen: Listen
+) -> None:
+    """On both sides; the connector may come again, and what was not stored comes then."""
+    listener = listen()
+    with Peer(listener.address) as other, Peer(listener.address) as peer:
+        other.hello(instance="other")
+        for one, name in ((other, "o"), (peer, "s")):
+            if one is peer:
+                one.hello()
+            one.notify(name)
+        failpoints.arm("commit.begun", "raise")
+        try:
+            peer.send(message("s", 1, b"a"))
+            found = peer.next()
+        finally:
+            failpoints.disarm()
+        assert isinstance(found, wire.Error)
+        assert found.message.startswith("try again later: FailpointError")
+        assert peer.next() is None
+        other.send(message("o", 1, b"b"))
+        assert isinstance(other.next(), wire.Ack)
+    with Peer(listener.address) as peer:
+        peer.hello()
+        wait_until(lambda: is_given(peer), 20, "the stream being free")
+        peer.send(message("s", 1, b"a"))
+        assert isinstance(peer.next(), wire.Ack)
+    assert data_of(log) == [b"a", b"b"]

@@ -417,6 +417,8 @@ def test_no_vote_is_lost_though_the_transaction_log_cannot_be_condensed(
             with TransactionLog(tmp_path / f"{number}") as found:
                 assert found.standing("w") == standing_at(done[-1])
     assert done[:4] + done[-5:] == [0, 1, 2, 3, 35, 36, 37, 38, 39]
+    meanwhile = [number for number in done if 10 <= number < 35]
+    assert bool(meanwhile) == (fails == "open"), "what may not outlive a loss of power is no vote"
 
 
 def test_what_could_not_be_saved_does_not_come_back(tmp_path: Path) -> None:

@@ -341,7 +341,10 @@ class _Connection(Connection):
         if len(waiting) <= COMMITS_MAX:
             done = self._together(lambda i: self._save(self._prepare(i, streams)), waiting)
         else:
-            ready = [self._prepare(intake, streams) for intake in waiting]
+            ready = []
+            for intake in waiting:
+                ready.append(self._prepare(intake, streams))
+                self._renew()
             done = self._together(self._save, ready)
         points = [(p.claim.stream_id, p.record.point_of_ref) for p in done if p.has_messages]
         effects = self._session.committed(points)
