@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,13 @@ def shop(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def penstock(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def penstock(
+    folder: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "penstock.cli", *arguments, "--log", "shop.db"],
         cwd=folder, capture_output=True, text=True, check=False, timeout=180,
+        env={**os.environ, **(environment or {})},
     )  # fmt: skip
 
 
@@ -205,6 +209,24 @@ def test_a_wrong_master_says_so(shop: Path, master: str, why: str) -> None:
     done = penstock(shop, "run", "shop.py", "--master", master)
     assert done.returncode != 0
     assert why in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_java_home_says_so(shop: Path, tmp_path: Path) -> None:
+    done = penstock(shop, "run", "shop.py", environment={"JAVA_HOME": str(tmp_path)})
+    assert done.returncode == 1
+    assert f"JAVA_HOME is {tmp_path}, and there is no program" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_java_that_does_not_run_says_why(shop: Path, tmp_path: Path) -> None:
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text("#!/bin/sh\necho 'Error: this Java is too old' >&2\nexit 1\n")
+    java.chmod(0o755)
+    done = penstock(shop, "run", "shop.py", environment={"JAVA_HOME": str(tmp_path)})
+    assert done.returncode == 1
+    assert "Spark does not start: Error: this Java is too old" in done.stderr
     assert "Traceback" not in done.stderr
 
 

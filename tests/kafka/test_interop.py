@@ -127,6 +127,18 @@ def test_we_read_what_another_client_writes(
     assert whole.headers == {"region": "eu"}
 
 
+def test_a_time_that_is_none_in_utc_counts_as_not_said(
+    kafka: Log, broker: Brokers, kcat: str, prefix: str
+) -> None:
+    kafka.apply([CreateStream(declare("notes"))])
+    client = Client(kcat, broker, f"{prefix}.default.notes")
+    for time in ("9999-12-31T23:59:59-05:00", "no time", "2020-02-02T00:00:00Z"):
+        client.write("{}", headers={"ce_time": time})
+    late, wrong, good = [event.time.year for event in read_events(kafka, "notes")]
+    assert late == wrong == dt.datetime.now(dt.UTC).year
+    assert good == 2020
+
+
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_topic_of_somebody_else_is_adopted(
     kafka: Log, broker: Brokers, kcat: str, prefix: str, typed: bool,

@@ -21,7 +21,13 @@ from penstock.log.batch import Batch, Run
 from penstock.log.documents import documents_of
 from penstock.log.kafka import elements
 from penstock.log.objects import Stream
-from penstock.records.arrow import UTC_MICROSECONDS, arrow_schema, nullable
+from penstock.records.arrow import (
+    TIME_US_MAX,
+    TIME_US_MIN,
+    UTC_MICROSECONDS,
+    arrow_schema,
+    nullable,
+)
 from penstock.records.cloudevents import BINARY, JSON, SPEC_VERSION
 from penstock.records.documents import from_documents, not_json
 from penstock.records.event import (
@@ -306,9 +312,12 @@ def _said_times(found: Found) -> pa.Array:
     if not any(given):
         return pa.nulls(len(found), UTC_MICROSECONDS)
     try:
-        return pa.array(given, pa.binary()).cast(pa.string()).cast(UTC_MICROSECONDS)
+        said = pa.array(given, pa.binary()).cast(pa.string()).cast(UTC_MICROSECONDS)
     except pa.ArrowInvalid:
-        return pa.array([_moment(text) for text in given], UTC_MICROSECONDS)
+        said = pa.array([_moment(text) for text in given], UTC_MICROSECONDS)
+    units = said.cast(pa.int64())
+    is_one = pc.and_(pc.greater_equal(units, TIME_US_MIN), pc.less_equal(units, TIME_US_MAX))
+    return pc.if_else(is_one, said, pa.scalar(None, UTC_MICROSECONDS))
 
 
 def _moment(text: bytes | None) -> object:
