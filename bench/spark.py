@@ -21,8 +21,9 @@ from bench.result import Result, in_turns, seconds
 from penstock import Entry
 from penstock.app.definitions import Agent
 from penstock.app.plan import plan
-from penstock.app.query import Query, QueryLimits, Step
+from penstock.app.query import Query, QueryLimits
 from penstock.app.runner import claimed_groups, make_streams, work_of
+from penstock.app.step import Step
 from penstock.log.api import Log
 from penstock.log.compose import Composer
 from penstock.spark.backend import SparkBackend

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +26,47 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RowPlugin(), "penstock-rows")
     # Before Spark starts, whose workers materialise tables too.
     os.environ["PENSTOCK_CACHE"] = tempfile.mkdtemp(prefix="penstock-tables-")
+    # Whoever is started in the background of a shell ignores interrupts, and so would every
+    # program that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Most programs of tests live for seconds: Java need not make the best of its code.
+    os.environ["JDK_JAVA_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ.pop("PENSTOCK_CACHE"), ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    item.stash[_BEFORE] = children()
+    yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A test ends what it starts; what it leaves behind must not meet the next one."""
+    yield
+    before = item.stash[_BEFORE] if _BEFORE in item.stash else children()
+    left = children() - before
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes {sorted(left)} were left running"
+
+
+_BEFORE = pytest.StashKey[frozenset[int]]()
+
+
+def children() -> frozenset[int]:
+    """The processes that this one has started and that still run."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                found.add(int(stat.parent.name))
+    return frozenset(found)
 
 
 @pytest.fixture(scope="session")

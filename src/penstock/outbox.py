@@ -30,6 +30,8 @@ import msgspec
 
 from penstock.errors import (
     DatabaseGoneError,
+    FencedError,
+    LogError,
     OutboxError,
     PenstockError,
     RecordError,
@@ -42,10 +44,12 @@ from penstock.log.compose import Composer, EventOptions, Outgoing
 from penstock.log.objects import Stream
 from penstock.log.statements import statements
 from penstock.patience import Patience
+from penstock.postgresql import parse_address, refusal_of
 from penstock.records.event import Key, from_microseconds, key_bytes, microseconds, now_us
 
 BATCH_ROWS_MAX = 1000
 POLL_S = 0.1
+CLAIM_TRIES_MAX = 20
 Connection = Any
 """A connection of sqlite3 or psycopg, or a Connection or Session of SQLAlchemy."""
 Dialect = Literal["sqlite", "postgresql"]
@@ -109,7 +113,7 @@ def _packed(data: object) -> tuple[str, bytes]:
         return "bytes", data
     try:
         return "json", msgspec.json.encode(data)
-    except (TypeError, msgspec.EncodeError) as error:
+    except (TypeError, ValueError, RecursionError, msgspec.EncodeError) as error:
         raise RecordError(
             f"{type(data).__name__} cannot be written to the outbox: {error}"
         ) from error
@@ -123,7 +127,7 @@ def connected(address: str, *, create: bool = True) -> Iterator[Connection]:
     """A connection to the database at `sqlite:///path` or `postgresql://…`, for a block.
 
     A file of SQLite that is not there is made, unless `create` is false. Raises
-    `DatabaseGoneError` if the database cannot be reached.
+    `DatabaseGoneError` if the database cannot be reached, `OutboxError` if it refuses for good.
     """
     if address.startswith("sqlite:///"):
         path = address.removeprefix("sqlite:///")
@@ -140,14 +144,18 @@ def connected(address: str, *, create: bool = True) -> Iterator[Connection]:
             psycopg = importlib.import_module("psycopg")
         except ModuleNotFoundError:
             raise UsageError("PostgreSQL needs psycopg: pip install 'penstock[postgres]'") from None
+        parse_address(address)
         try:
             found = psycopg.connect(address, connect_timeout=10)
         except psycopg.OperationalError as error:
+            if refusal := refusal_of(error):
+                raise OutboxError(refusal) from error
             raise DatabaseGoneError(f"the database cannot be reached: {error}") from error
         with contextlib.closing(found):
             yield found
     else:
-        raise UsageError(f"{address!r} is no database: write sqlite:///path or postgresql://…")
+        # Not shown: whatever it is, there may be a password in it.
+        raise UsageError("the address is no database: write sqlite:///path or postgresql://…")
 
 
 def dialect_of(connection: Connection) -> Dialect:
@@ -219,6 +227,8 @@ class Relay:
         self._tell = tell
         self._connect = connect
         self._composer = Composer("outbox", log.limits)
+        self._claimed: set[int] = set()
+        """The ids of streams that are this outbox's; a stream that is made anew has another."""
         self.published = 0
 
     def run(self, stop: threading.Event, backoff_s_max: float = 10.0) -> None:
@@ -270,6 +280,7 @@ class Relay:
                 "there is no outbox in this database: make it with `penstock outbox create`"
             )
         self._origin = str(origin[0][0])
+        self._claimed.clear()
         self._producer = f"outbox/{self._origin}"
         self._holder = self._log.hold(self._producer)
         self._sequence = next_sequence(self._log, self._producer)
@@ -286,8 +297,10 @@ class Relay:
         if not rows:
             return 0
         failpoint("outbox.read")
-        for stream in dict.fromkeys(row.stream for row in rows):
-            self._publish(stream, [row for row in rows if row.stream == stream])
+        streams = {name: self._log.stream(name) for name in {row.stream for row in rows}}
+        for stream in {stream.id: stream for stream in streams.values()}.values():
+            mine = [row for row in rows if streams[row.stream].id == stream.id]
+            self._publish(stream, mine)
         failpoint("outbox.published")
         ids = msgspec.json.encode([row.id for row in rows]).decode()
         _run(connection, f"delete_{dialect_of(connection)}", {"ids": ids})
@@ -304,51 +317,89 @@ class Relay:
             for r in found
         ]
 
-    def _publish(self, name: str, rows: Sequence[Row]) -> None:
-        stream = self._log.stream(name)
+    def _publish(self, stream: Stream, rows: Sequence[Row]) -> None:
         if stream.spec.ids != "producer":
             raise OutboxError(
-                f"stream {name} does not take ids from the producer, so what the relay repeats "
-                "would be there twice: create it with --ids producer"
+                f"stream {stream.name} does not take ids from the producer, so what the relay "
+                "repeats would be there twice: create it with --ids producer"
             )
-        self._check_origin(name)
+        if stream.id not in self._claimed:
+            self._claim(stream)
         events = [self._event(stream, row) for row in rows]
-        commit = Commit(
-            parts=[self._composer.part(stream, events)],
-            progress={_origin_key(name): self._origin.encode()},
-        )
+        commit = Commit(parts=[self._composer.part(stream, events)])
         commit_surely(self._log, self._holder, self._sequence, commit)
         self._sequence += 1
 
-    def _check_origin(self, name: str) -> None:
-        """Numbers of another outbox would be taken for repeats."""
-        found = self._log.progress(_origin_key(name))
-        if found is not None and found.decode() != self._origin:
-            raise OutboxError(
-                f"stream {name} is fed by another outbox: its numbers would be taken for repeats; "
-                "give this one a stream of its own"
-            )
+    def _claim(self, stream: Stream) -> None:
+        """Have the stream for this outbox, for good: another's numbers would count as repeats.
+
+        Of two that claim it at once, the one that holds its claim last decides; the other is
+        fenced and looks again. Raises `OutboxError` if another outbox has it.
+        """
+        key = f"outbox/claim/{stream.id}"
+        for _ in range(CLAIM_TRIES_MAX):
+            if self._has_claimed(stream, key):
+                return
+            holder = self._log.hold(key)
+            if self._has_claimed(stream, key):
+                return
+            progress: dict[str, bytes | None] = {key: self._origin.encode()}
+            progress |= dict.fromkeys(_earlier_keys(stream))
+            with contextlib.suppress(FencedError):
+                sequence = next_sequence(self._log, key)
+                commit_surely(self._log, holder, sequence, Commit(progress=progress))
+        raise FencedError(f"other outboxes claim stream {stream.name} at the same time")
+
+    def _has_claimed(self, stream: Stream, key: str) -> bool:
+        """Whether this outbox has the stream; `OutboxError` if another one has it."""
+        found = self._log.progress(key)
+        own = self._origin.encode()
+        if found is None:
+            noted = {self._log.progress(earlier) for earlier in _earlier_keys(stream)} - {None}
+            if not noted or own in noted:
+                return False
+        elif found == own:
+            self._claimed.add(stream.id)
+            return True
+        raise OutboxError(
+            f"stream {stream.name} is fed by another outbox: its numbers would be taken for "
+            "repeats; give this one a stream of its own"
+        )
 
     def _event(self, stream: Stream, row: Row) -> Outgoing:
-        data: object = row.data if row.kind == "bytes" else msgspec.json.decode(row.data)
-        headers = None if row.headers is None else msgspec.json.decode(row.headers)
-        given = EventOptions(
-            key=row.key if stream.spec.key is None else None,
-            id=row.id,
-            time=from_microseconds(row.time_us) if stream.spec.time is None else None,
-            headers=headers,
-        )
         try:
-            return self._composer.admit(stream, data, given)
-        except UsageError as error:
+            return self._composer.admit(stream, _data(row), _options(stream, row))
+        except (LogError, MemoryError):
+            raise
+        except Exception as error:  # whatever is wrong with the row, it must be named
+            why = str(error) if isinstance(error, PenstockError) else _told(error)
             raise OutboxError(
-                f"row {row.id} of the outbox does not fit stream {stream.name}: {error}; correct "
+                f"row {row.id} of the outbox does not fit stream {stream.name}: {why}; correct "
                 "or delete it, and start the relay again"
             ) from error
 
 
-def _origin_key(stream: str) -> str:
-    return f"outbox/stream/{stream}"
+def _data(row: Row) -> object:
+    return row.data if row.kind == "bytes" else msgspec.json.decode(row.data)
+
+
+def _options(stream: Stream, row: Row) -> EventOptions:
+    """What comes from a field of the data is not given twice."""
+    return EventOptions(
+        key=row.key if stream.spec.key is None else None,
+        id=row.id,
+        time=from_microseconds(row.time_us) if stream.spec.time is None else None,
+        headers=None if row.headers is None else msgspec.json.decode(row.headers),
+    )
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _earlier_keys(stream: Stream) -> tuple[str, str]:
+    """Where earlier versions noted the outbox of a stream: under its name as rows gave it."""
+    return f"outbox/stream/{stream.name}", f"outbox/stream/{'.'.join(stream.name)}"
 
 
 def _is_away(error: Exception) -> bool:

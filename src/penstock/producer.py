@@ -156,6 +156,8 @@ class Producer:
         self._changed = threading.Condition()
         self._closing = False
         self._failure: PenstockError | None = None
+        self.trouble: Exception | None = None
+        """Why the commit that is being tried again was not made yet; for those who wait for it."""
         self._holder: Holder | None = None
         self._sequence = 0
         self._thread: threading.Thread | None = None
@@ -428,12 +430,13 @@ class Producer:
         """
         assert self._holder is not None  # noqa: S101  open means held
         sequence, self._sequence = self._sequence, self._sequence + 1
-        unknown = False
+        unknown, self.trouble = False, None
         pauses = self._pauses()
         while True:
             try:
                 return self._log.commit(self._holder, sequence, commit, self._commit_options)
             except Exception as error:
+                self.trouble = error
                 fate = fate_of(error)
                 unknown = unknown or fate is Fate.UNKNOWN
                 pause = next(pauses, None) if fate.may_be_retried else None

@@ -6,7 +6,7 @@ import datetime as dt
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
@@ -235,6 +235,28 @@ def derived_from_nothing(app: App) -> None:
     def nothing() -> object: ...
 
 
+def async_generator(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders)
+    async def watch(order: Order) -> AsyncIterator[Alert]:
+        yield Alert(order.user)
+
+
+def two_outputs_of_one_class(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+    some, others = (app.stream(name, Alert) for name in ("some", "others"))
+
+    @app.agent(orders, to=[some, others])
+    def watch(order: Order):  # type: ignore[no-untyped-def]
+        yield Alert(order.user)
+
+
+def lookup_of_a_stream(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+    orders.lookup(app.stream("alerts", Alert, key="user"))
+
+
 MISTAKES: list[tuple[Callable[[App], None], str]] = [
     (wrong_entry, r"is .*Entry\[int\], and table seen holds set\[str\]"),
     (entry_without_default, "holds int or None, until it is set"),
@@ -254,6 +276,9 @@ MISTAKES: list[tuple[Callable[[App], None], str]] = [
     (late_without_record, "the stream late for late events has no record"),
     (late_of_another_app, "late is a stream of another app"),
     (derived_from_nothing, "derived from nothing"),
+    (async_generator, "is async"),
+    (two_outputs_of_one_class, "says nothing of what it yields"),
+    (lookup_of_a_stream, "is a stream and no table"),
 ]
 
 
@@ -283,8 +308,8 @@ def test_an_agent_is_still_its_function() -> None:
             yield Alert(order.user)
 
     entry = Entry(8)
-    assert list(watch(Order("ada", 1), entry)) == []  # type: ignore[call-overload]
-    assert list(watch(Order("ada", 2), entry)) == [Alert("ada")]  # type: ignore[call-overload]
+    assert list(watch(Order("ada", 1), entry)) == []
+    assert list(watch(Order("ada", 2), entry)) == [Alert("ada")]
     assert entry.value == 11
 
 
@@ -315,3 +340,36 @@ def test_lengths_of_windows() -> None:
     with pytest.raises(UsageError, match="not a duration"):
         tumbling("a while")
     assert str(hopping("10 minutes", "1 minute")) == "hopping 10 minutes, every 1 minute"
+
+
+def test_a_derived_stream_is_still_its_function() -> None:
+    """What a function of DataFrames gives can be looked at alone."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+
+    @app.derive(orders, key="user", record=Order)
+    def large(orders: list[int]) -> list[int]:
+        return [amount for amount in orders if amount > 10]
+
+    @app.derive_table(large, key="user")
+    def latest(orders: list[int]) -> list[int]:
+        return orders[-1:]
+
+    assert large([5, 20]) == [20]
+    assert latest([5, 20]) == [20]
+    assert large.name == "large"
+
+
+def test_an_agent_that_takes_a_context_can_be_called_alone() -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders, ack="manual")
+    def watch(order: Order, context: Context) -> None:
+        context.set_timer(after="1 minute")
+        context.ack()
+
+    context = Context()
+    watch(Order("ada", 1), context)
+    assert context.acknowledged
+    assert context.uuid() != context.uuid()

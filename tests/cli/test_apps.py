@@ -25,6 +25,7 @@ from penstock.app.runner import make_streams
 from penstock.cli.apps import LINES_S, view
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
+from tests.cli.conftest import Run
 
 SHOP = """
 import penstock
@@ -111,11 +112,16 @@ def test_run_until_idle_then_look(shop: Path) -> None:
         ]  # fmt: skip
         assert sum(rows_in) == 300
 
+    asked = penstock(shop, "reset", "shop.py", "counts", "--output", "clear")
+    assert asked.returncode == 2
+    assert "this would empty counts. Nothing was changed: say --yes" in asked.stderr
     both = penstock(shop, "reset", "shop.py", "add_up+counts", "--from", "latest")
     assert sorted(both.stdout.splitlines()) == [
         f"{name} starts again from latest" for name in ("add_up", "counts")
     ]
-    assert penstock(shop, "reset", "shop.py", "counts", "--output", "clear").returncode == 0
+    assert (
+        penstock(shop, "reset", "shop.py", "counts", "--output", "clear", "--yes").returncode == 0
+    )
     assert penstock(shop, "reset", "shop.py", "add_up", "--from", "latest").returncode == 0
     again = penstock(shop, "run", "shop.py", "--until-idle")
     assert again.returncode == 0, again.stderr
@@ -155,7 +161,7 @@ def test_a_signal_ends_it_in_order(shop: Path) -> None:
     assert "Traceback" not in told
 
 
-def test_mistakes_are_usage_errors(shop: Path) -> None:
+def test_mistakes_are_usage_errors(shop: Path, run: Run) -> None:
     for arguments, message in (
         (["run", "nothing.py"], "there is no file nothing.py"),
         (["run", "nothing"], "there is no module nothing"),
@@ -163,9 +169,11 @@ def test_mistakes_are_usage_errors(shop: Path) -> None:
         (["run", "shop.py", "--only", "nobody"], "defines no nobody: it defines add_up, counts"),
         (["reset", "shop.py", "nobody"], "defines no nobody"),
         (["reset", "shop.py", "add_up+nobody"], "defines no nobody"),
-        (["run", "shop.py", "--conf", "x"], "is not KEY=VALUE"),
+        (["run", "shop.py", "--setting", "x"], "write NAME=VALUE"),
+        (["run", "shop.py", "--only", "ad_up"], "did you mean add_up?"),
+        (["reset", "shop.py", "count"], "did you mean counts?"),
     ):
-        done = penstock(shop, *arguments)
+        done = run(*arguments, "--log", "shop.db")
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert not (shop / "shop.db").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from penstock import CreateStream, declare, read_events
 from penstock import open as open_log
 from penstock.cli.main import main
+from penstock.cli.options import parse_options, parse_setting
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import records
+from penstock.connect.sink import SinkOptions
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_two_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
             to = "{}:{}".format(*listener.address)
             for folder in ("a", "b"):
                 path = str(tmp_path / folder / "orders.txt")
-                assert main(["connect", "file", path, "--until-end", "--to", to]) == 0
+                assert main(["connect", "file", path, "--until-idle", "--to", to]) == 0
         found = [event.data for event in read_events(log, "raw")]
         assert found == [b"a0", b"a1", b"b0", b"b1", b"b2"]
         assert len({record.name for record in records(log)}) == 2
@@ -76,3 +79,149 @@ def test_a_source_is_named_after_what_it_reads_and_where(
     )
     assert main(["connect", *command]) == 0
     assert found == [name]
+
+
+# Secrets
+
+PARTS = ("hunter", "two", "s3cret")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["postgres", "postgresql://app:hunter/two@store/shop", "c"],
+        ["postgres", "postgresql://app:123/hunter@store/shop", "c"],
+        ["postgres", "postgresql://app:hunter@two@store/shop", "c"],
+        ["postgres", "postgresql:/app:hunter@store/shop", "c"],
+        ["postgres", "host=store password=hunter two", "c"],
+        ["postgres-sink", "postgresql://app:%hunter@store/shop", "t", "--key", "k", "--state", "s"],
+        ["postgres-sink", "postgresql://app:hunter", "t", "--key", "k", "--state", "s"],
+        ["redis", "redis://:hunter/two@store", "x"],
+        ["redis", "redis://:hunter:two", "x"],
+        ["redis", "rediss//:hunter@store", "x"],
+        ["redis-sink", "redis://:12/hunter@store", "--hash", "h", "--state", "s"],
+        ["redis", "x", "y", "redis://:hunter@store/0"],
+        ["kafka", "store:1", "t", "--group", "g", "--setting", "sasl.password:hunter"],
+        ["kafka", "store:1", "t", "--group", "g", "--setting", "hunter"],
+        ["kafka-sink", "store:1", "t", "--state", "s", "--setting", "=hunter"],
+    ],
+)
+def test_what_is_mistyped_does_not_show_a_secret(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["connect", *command]) == 2
+    said = "".join(capsys.readouterr())
+    assert "penstock: " in said
+    assert not [part for part in PARTS if part in said], said
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["postgres://app:hunter@store/shop", "postgresql://app:hunter/two@store/shop", "hunter"],
+)
+@pytest.mark.parametrize("command", ["create", "relay"])
+def test_the_database_of_an_outbox_is_not_shown(
+    command: str, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_log(tmp_path / "log.db").close()
+    log = ["--log", str(tmp_path / "log.db")] if command == "relay" else []
+    assert main(["outbox", command, address, *log]) == 2
+    said = "".join(capsys.readouterr())
+    assert not [part for part in PARTS if part in said], said
+
+
+@pytest.mark.parametrize("given", ["@env:SECRET", "@file:{}", "itself"])
+def test_a_secret_is_given_by_name(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same way wherever there is one: cookies, addresses, settings of Kafka."""
+    (tmp_path / "secret").write_text("s3cret\n")
+    monkeypatch.setenv("SECRET", "s3cret")
+    secret = given.format(tmp_path / "secret")
+    wanted = "itself" if given == "itself" else "s3cret"
+    found: list[object] = []
+
+    def note_source(source: object, to: str, cookie: str, *rest: object) -> None:
+        found.extend([cookie, getattr(source, "_url", None)])
+
+    def note_sink(make: object, state: Path, options: SinkOptions, *rest: object) -> None:
+        found.append(options.cookie)
+
+    monkeypatch.setattr("penstock.cli.connect.run_source", note_source)
+    monkeypatch.setattr("penstock.cli.connect.run_sink", note_sink)
+    assert main(["connect", "file", "x", "--cookie", secret]) == 0
+    assert main(["connect", "file-sink", "x", "--cookie", secret]) == 0
+    assert found == [wanted, None, wanted]
+    monkeypatch.setenv("PENSTOCK_COOKIE", secret)
+    assert main(["connect", "file", "x"]) == 0
+    assert found[3:] == [wanted, None]
+    assert parse_setting(f"sasl.password={secret}") == ("sasl.password", wanted)
+    assert parse_options([f"sasl.password={secret}"]) == {"sasl.password": wanted}
+
+
+def test_an_address_is_given_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(
+        "penstock.cli.connect.run_source", lambda source, *rest: found.append(source.name)
+    )
+    (tmp_path / "url").write_text("redis://:s3cret@store:7000/2\n")
+    assert main(["connect", "redis", f"@file:{tmp_path / 'url'}", "orders"]) == 0
+    monkeypatch.setenv("SHOP", "postgresql://app:s3cret@store/shop")
+    assert main(["connect", "postgres", "@env:SHOP", "c"]) == 0
+    assert found == ["redis/store:7000/2/orders", "postgres/store:5432/shop/channel/c"]
+    monkeypatch.setenv("PENSTOCK_DATABASE", f"@file:{tmp_path / 'database'}")
+    (tmp_path / "database").write_text(f"sqlite:///{tmp_path / 'shop.db'}")
+    assert main(["outbox", "create"]) == 0
+    assert (tmp_path / "shop.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("@env:NOBODY_SET_IT", "there is no environment variable NOBODY_SET_IT"),
+        ("@file:{}/none", "none cannot be read: No such file"),
+        ("@file:{}/large", "more than 65,536 bytes"),
+        ("@file:{}/odd", "no UTF-8"),
+    ],
+)
+def test_a_secret_that_is_not_there_is_told(
+    given: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "large").write_bytes(b"x" * 70_000)
+    (tmp_path / "odd").write_bytes(b"\xff")
+    assert main(["connect", "file", "x", "--cookie", given.format(tmp_path)]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_the_state_of_a_file_source_has_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("a", "b", "state"):
+        (tmp_path / folder).mkdir()
+    with open_log(tmp_path / "log.db") as log:
+        log.apply([CreateStream(declare("raw", content="bytes"))])
+        with Listener(log, ListenerOptions(routes=[("file/*", "raw")])) as listener:
+            to = "{}:{}".format(*listener.address)
+            for text in ("1\n", "2\n"):
+                for folder in ("a", "b"):  # two of one name
+                    with (tmp_path / folder / "x.txt").open("a") as file:
+                        file.write(text)
+                    given = [
+                        "--state",
+                        str(tmp_path / "state"),
+                        "--to",
+                        to,
+                        "--until-idle",
+                        "--json",
+                    ]
+                    path = str(tmp_path / folder / "x.txt")
+                    assert main(["connect", "file", path, *given]) == 0
+                    (line,) = capsys.readouterr().out.splitlines()
+                    assert json.loads(line)["sent"] == 1
+        assert len(list(read_events(log, "raw"))) == 4
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["x.txt"]
+    assert len(list((tmp_path / "state").iterdir())) == 2

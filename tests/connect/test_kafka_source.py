@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import socketserver
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +16,11 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
+from penstock.connect import wire
 from penstock.connect.listener import Listener
 from penstock.connect.registry import records
 from penstock.connect.source import Item
-from penstock.connect.sources.kafka import KafkaTopics, PartitionSource
+from penstock.connect.sources.kafka import Held, KafkaTopics, PartitionSource
 from penstock.errors import ConnectorError
 from penstock.testing.brokers import Brokers
 from penstock.testing.processes import wait_until
@@ -53,6 +57,12 @@ class Topic:
             text = f"{self.name}:{n}"
             self._producer.produce(self.name, text, key=f"k{n}", partition=n % self.partitions)
             self.sent[text] += 1
+        assert self._producer.flush(30) == 0
+
+    def send_large(self, numbers: range, size: int) -> None:
+        for n in numbers:
+            text = f"{n}".rjust(size)
+            self._producer.produce(self.name, text, partition=n % self.partitions)
         assert self._producer.flush(30) == 0
 
     def cut(self, partition: int, before: int) -> None:
@@ -132,8 +142,55 @@ def test_nobody_there_is_no_hang(address: str) -> None:
         wait_until(lambda: topics.failure, 10, "the setting being refused")
 
 
+class Stingy(socketserver.StreamRequestHandler):
+    """A listener that gives every stream, and no credits for messages; then it sends away."""
+
+    elsewhere = ""
+
+    def handle(self) -> None:
+        parser = wire.Parser()
+        self.request.settimeout(0.1)
+        while not self.elsewhere:
+            with contextlib.suppress(TimeoutError):
+                for frame in parser.feed(self.request.recv(1 << 16)):
+                    if isinstance(frame, wire.Hello):
+                        self.request.sendall(wire.encode(wire.Ok(8)))
+                    elif isinstance(frame, wire.Notify):
+                        answer = wire.NotifyAck(True, frame.stream_id, wire.NEVER)
+                        self.request.sendall(wire.encode(answer))
+        self.request.sendall(wire.encode(wire.Restart(self.elsewhere)))
+
+
+@pytest.mark.row("W10", engine="any")
+def test_what_waits_of_all_partitions_has_a_limit(
+    log: Log, address: str, broker: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nothing can be sent; and when it can, everything comes."""
+    topic = Topic(broker, 8)
+    topic.send_large(range(4000), 2000)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Stingy) as stingy:
+        serving = threading.Thread(target=stingy.serve_forever)
+        serving.start()
+        stingy_at = f"127.0.0.1:{stingy.server_address[1]}"
+        with KafkaTopics(
+            stingy_at, topic.server, [topic.name], secrets.token_hex(4), held_bytes_max=1 << 20
+        ) as topics:
+            wait_until(
+                lambda: len(topics._sources) == 8
+                and all(s.has_begun and s.is_paused for s in topics._sources.values()),
+                60, "all of them being paused",
+            )  # fmt: skip
+            assert 1 << 20 <= topics.held_bytes < 4 << 20
+            monkeypatch.setattr(Stingy, "elsewhere", address)
+            wait_until(lambda: found(log).total() == 4000, 60, "everything")
+            topics.check()
+            wait_until(lambda: topics.held_bytes == 0, 10, "nothing being left")
+        stingy.shutdown()
+        serving.join(10)
+
+
 def test_large_messages_fill_a_partition_too() -> None:
-    source = PartitionSource("cluster", ("topic", 0))
+    source = PartitionSource("cluster", ("topic", 0), Held(1 << 30))
     source.handle_reset(None)
     source.begin()
     data = b"x" * (1 << 20)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from penstock import CreateStream, DeadLetter, Log, Record, declare, read_events
+from penstock import CreateStream, DeadLetter, Log, Record, declare, failpoints, read_events
 from penstock import open as open_log
 from penstock.connect import wire
 from penstock.connect.effects import Close
 from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import Claim, Owner, Registry, records
+from penstock.connect.registry import Asked, Claim, Lease, Owner, Registry, records
 from penstock.connect.serving import READ_BYTES
 from penstock.connect.session import SourceSession, Terms
 from penstock.log.objects import Metric
@@ -189,13 +189,15 @@ def test_a_stream_is_owned_until_its_time_is_over(
     elsewhere = Owner("elsewhere", "1.1", 1, "p", "i")
     registry = Registry(log)
     number = wire.stream_id("s")
-    claim = registry.take(number, "s", "raw", elsewhere, Told().hear)
+    lease = Lease(log)
+    lease.renew()
+    claim = registry.take(Asked(number, "s", "raw"), elsewhere, lease.token, Told().hear)
     assert isinstance(claim, Claim)
     with Peer(listen().address) as peer:
         peer.hello()
         began = time.monotonic()
         for _ in range(8):
-            claim.renew()
+            lease.renew()
             assert peer.notify("s") == wire.NotifyAck(False, number, wire.NEVER)
             time.sleep(0.5)
         assert time.monotonic() > began + 2.5, "longer than its time, which is moved on"
@@ -338,7 +340,7 @@ def test_stopping_sends_connectors_away_with_everything_safe(log: Log) -> None:
         assert peer.next() == wire.Restart("")
         assert peer.next() is None
     (record,) = records(log)
-    assert (record.owner, record.point_of_ref, record.messages) == (None, 5, 1)
+    assert (record.is_owned(), record.point_of_ref, record.messages) == (False, 5, 1)
 
 
 @pytest.mark.row("W6", engine="any")
@@ -408,3 +410,97 @@ def test_a_peer_that_only_dribbles_is_sent_away(log: Log) -> None:
         found = peer.next()
         assert isinstance(found, wire.Error)
         assert "no Hello came in time" in found.message
+
+
+def test_a_stream_is_one_stream_however_a_route_writes_it(log: Log) -> None:
+    """In what is kept of a connector, in metrics, and for its dead letters; those that are
+    missing are made, though others are there.
+    """
+    log.apply([CreateStream(declare("orders_dead", DeadLetter))])
+    options = ListenerOptions(
+        routes=[("o", "default.orders"), ("j", "default.json")], on_damage="dead-letter"
+    )
+    with Listener(log, options) as listener, Peer(listener.address) as peer:
+        peer.hello()
+        for name in ("o", "j"):
+            peer.notify(name)
+            peer.send(message(name, 1, b"no"))
+            assert isinstance(peer.next(), wire.Ack)
+    assert sorted(record.stream for record in records(log)) == ["json", "orders"]
+    letters = [
+        letter.data.stream
+        for name in ("orders_dead", "json_dead")
+        for letter in read_events(log, name, DeadLetter)
+    ]
+    assert letters == ["orders", "json"]
+    metrics = read_events(log, "_system.metrics", Metric)
+    assert {event.data.labels["stream"] for event in metrics} == {"orders", "json"}
+
+
+@pytest.mark.parametrize("on_damage", ["stop", "skip", "dead-letter"])
+def test_whatever_a_message_makes_fail_is_damage_of_that_message(
+    log: Log, listen: Listen, on_damage: str
+) -> None:
+    """Such as JSON that is nested deeper than Python follows; what came before it is stored."""
+    deep = b"[" * 2000 + b"]" * 2000
+    with Peer(listen("json", on_damage=on_damage).address) as peer:
+        peer.hello()
+        peer.notify("s")
+        peer.send(*(message("s", n, data) for n, data in enumerate([b"0", deep, b"2"])))
+        last = 0 if on_damage == "stop" else 2
+        assert peer.next() == wire.Ack(4, ((wire.stream_id("s"), last),))
+        if on_damage == "stop":
+            found = peer.next()
+            assert isinstance(found, wire.Error)
+            assert "message 1 of s: RecursionError" in found.message
+    kept = [event.id for event in read_events(log, "json")]
+    assert kept == (["s/0"] if on_damage == "stop" else ["s/0", "s/2"])
+    if on_damage == "dead-letter":
+        assert [event.id for event in read_events(log, "json_dead")] == ["s/1"]
+
+
+def test_a_dead_letter_is_made_of_a_message_of_any_size(log: Log, listen: Listen) -> None:
+    with Peer(listen("json", on_damage="dead-letter").address) as peer:
+        peer.hello()
+        peer.notify("s")
+        keyed, last = message("s", 2, b"no", b"k" * 5000), 2**64 - 2
+        peer.send(message("s", 1, b'"%s"' % (b"\xff" * (3 << 20))), keyed, message("s", 3, b"1"))
+        peer.send(message("s", last, b"not either"))
+        safe = 0
+        while safe < last:
+            found = peer.next()
+            assert isinstance(found, wire.Ack), found
+            safe = max([safe, *(point for _, point in found.points)])
+    assert [event.id for event in read_events(log, "json")] == ["s/3"]
+    dead = [event.id for event in read_events(log, "json_dead")]
+    assert dead == ["s/1", "s/2", f"s/{last}"]
+
+
+def test_an_error_that_nobody_knows_ends_one_connection_and_is_told(
+    log: Log, listen: Listen
+) -> None:
+    """On both sides; the connector may come again, and what was not stored comes then."""
+    listener = listen()
+    with Peer(listener.address) as other, Peer(listener.address) as peer:
+        other.hello(instance="other")
+        for one, name in ((other, "o"), (peer, "s")):
+            if one is peer:
+                one.hello()
+            one.notify(name)
+        failpoints.arm("commit.begun", "raise")
+        try:
+            peer.send(message("s", 1, b"a"))
+            found = peer.next()
+        finally:
+            failpoints.disarm()
+        assert isinstance(found, wire.Error)
+        assert found.message.startswith("try again later: FailpointError")
+        assert peer.next() is None
+        other.send(message("o", 1, b"b"))
+        assert isinstance(other.next(), wire.Ack)
+    with Peer(listener.address) as peer:
+        peer.hello()
+        wait_until(lambda: is_given(peer), 20, "the stream being free")
+        peer.send(message("s", 1, b"a"))
+        assert isinstance(peer.next(), wire.Ack)
+    assert data_of(log) == [b"a", b"b"]

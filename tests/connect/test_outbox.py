@@ -19,7 +19,7 @@ import pytest
 import sqlalchemy
 from psycopg.rows import dict_row
 
-from penstock import CreateStream, Log, Record, declare, outbox, read_events
+from penstock import CreateStream, DropStream, Log, Record, declare, outbox, read_events
 from penstock import open as open_log
 from penstock.errors import (
     DatabaseGoneError,
@@ -29,6 +29,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.failpoints import CONNECTOR_NAMES, ENVIRONMENT
+from penstock.log.api import Commit
 from penstock.testing.processes import wait_until
 from penstock.testing.servers import PostgresServer
 
@@ -164,7 +165,7 @@ def test_the_relay_is_killed_at(database: str, log: Log, step: str) -> None:
 def kill_the_relay(database: str, log: Log, step: str) -> None:
     prepare(database)
     pay(database, range(50))
-    command = [sys.executable, "-m", "penstock.cli", "outbox", "relay", database, "--until-empty",
+    command = [sys.executable, "-m", "penstock.cli", "outbox", "relay", database, "--until-idle",
                "--log", log.url]  # fmt: skip
     armed = {**os.environ, ENVIRONMENT: f"{step}=kill"}
     killed = subprocess.run(command, env=armed, timeout=60, check=False, capture_output=True)
@@ -301,3 +302,106 @@ def test_a_database_without_an_outbox_or_that_is_away(database: str, log: Log) -
     away = outbox.Relay(log, lambda: connect("postgresql://nobody@127.0.0.1:9/x"))
     with pytest.raises(DatabaseGoneError, match="cannot be reached"):
         away.drain()
+
+
+def test_a_stream_is_one_stream_however_it_is_written(tmp_path: Path, log: Log) -> None:
+    """Another outbox is noticed whichever name its rows give; the same one may use both."""
+    databases = [f"sqlite:///{tmp_path / name}.db" for name in ("one", "two")]
+    for database in databases:
+        prepare(database)
+        with connect(database) as connection:
+            outbox.add(connection, "default.payments", Payment("ada", 1))
+            connection.commit()
+        pay(database, range(2, 4))
+    outbox.Relay(log, lambda: connect(databases[0])).drain()
+    assert amounts(log) == [1, 2, 3]
+    with pytest.raises(OutboxError, match="stream payments is fed by another outbox"):
+        outbox.Relay(log, lambda: connect(databases[1])).drain()
+    assert waiting(databases[1]) == 3
+
+
+def waiting(database: str) -> int:
+    with connect(database) as connection:
+        return int(connection.execute("SELECT count(*) FROM penstock_outbox").fetchall()[0][0])
+
+
+def test_of_outboxes_that_begin_at_once_one_gets_the_stream(tmp_path: Path, log: Log) -> None:
+    """Nothing of the others is taken for a repeat, and they keep their rows."""
+    databases = [f"sqlite:///{tmp_path / name}.db" for name in ("one", "two", "three")]
+    for database in databases:
+        prepare(database)
+    for number in range(20):
+        stream = f"s{number}"
+        log.apply([CreateStream(declare(stream, Payment, ids="producer"))])
+        for database in databases:
+            with connect(database) as connection:
+                connection.execute("DELETE FROM penstock_outbox")
+                for n in range(number, number + 2):
+                    outbox.add(connection, stream, Payment("ada", n))
+                connection.commit()
+        published = drain_at_once(log, databases)
+        assert sorted(published) == [0, 0, 2]
+        assert sorted(waiting(database) for database in databases) == [0, 2, 2]
+        assert len(list(read_events(log, stream))) == 2
+
+
+def drain_at_once(log: Log, databases: list[str]) -> list[int]:
+    """How many each has published."""
+    ready = threading.Barrier(len(databases))
+    published = dict.fromkeys(databases, 0)
+
+    def run(database: str) -> None:
+        relay = outbox.Relay(log, lambda: connect(database))
+        ready.wait(30)
+        with contextlib.suppress(OutboxError):
+            published[database] = relay.drain()
+
+    threads = [threading.Thread(target=run, args=(database,)) for database in databases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return list(published.values())
+
+
+def test_a_stream_that_was_made_anew_takes_another_outbox(tmp_path: Path, log: Log) -> None:
+    for name in ("one", "two"):
+        database = f"sqlite:///{tmp_path / name}.db"
+        prepare(database)
+        pay(database, range(2))
+        assert outbox.Relay(log, lambda: connect(database)).drain() == 2  # noqa: B023
+        assert amounts(log) == [0, 1]
+        log.apply([
+            DropStream("payments"), CreateStream(declare("payments", Payment, ids="producer"))
+        ])  # fmt: skip
+
+
+def test_what_an_earlier_version_noted_of_a_stream_counts(tmp_path: Path, log: Log) -> None:
+    """It kept the outbox of a stream under the name that the rows gave."""
+    database = f"sqlite:///{tmp_path / 'one'}.db"
+    prepare(database)
+    pay(database, range(2))
+    for name in ("payments", "default.payments"):
+        holder = log.hold(f"earlier/{name}")
+        log.commit(holder, 0, Commit(progress={f"outbox/stream/{name}": b"another"}))
+        with pytest.raises(OutboxError, match="is fed by another outbox"):
+            outbox.Relay(log, lambda: connect(database)).drain()
+        log.commit(holder, 1, Commit(progress={f"outbox/stream/{name}": None}))
+    assert outbox.Relay(log, lambda: connect(database)).drain() == 2
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, log: Log) -> None:
+    """Such as one that was edited by hand, or is nested deeper than Python can follow."""
+    database = f"sqlite:///{tmp_path / 'one'}.db"
+    prepare(database)
+    for data in (b'{"user": ', b"[" * 5000 + b"]" * 5000):
+        with connect(database) as connection:
+            number = outbox.add(connection, "payments", {"user": "ada", "amount": 1})
+            change = "UPDATE penstock_outbox SET data = ? WHERE id = ?"
+            connection.execute(change, (data, number))
+            connection.commit()
+        with pytest.raises(OutboxError, match=f"row {number} of the outbox does not fit"):
+            outbox.Relay(log, lambda: connect(database)).drain()
+        with connect(database) as connection:
+            connection.execute("DELETE FROM penstock_outbox")
+            connection.commit()

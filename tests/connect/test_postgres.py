@@ -201,12 +201,18 @@ def test_notifications_that_are_not_safe_come_again(server: PostgresServer) -> N
         return len(taken) == 4
 
     wait_until(has_four, 30, "four")
-    source.handle_progress("a", 0)
-    source.handle_reset(1)  # the listener went away and came again
+    first = taken[0].point_of_ref
+    source.handle_progress("a", first)
+    source.handle_reset(first + 1)  # the listener went away and came again
     again = [source.handle_next() for _ in range(4)]
-    assert [item and (int(item.data), item.point_of_ref) for item in again] == [
-        (2, 2), (3, 3), (4, 4), None,
-    ]  # fmt: skip
+    assert [item and int(item.data) for item in again] == [2, 3, 4, None]
+    told: list[str] = []
+    source.on_tell = told.append
+    source.handle_reset(1 << 60)  # and meanwhile another program has written
+    assert source.handle_next() is None
+    assert told == [
+        "another program has written to a since: 3 messages that were on their way may be lost"
+    ]
     source.handle_close()
 
 

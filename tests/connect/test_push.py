@@ -8,20 +8,25 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from penstock import App, Log, Producer
+from penstock import App, CreateStream, Log, Producer, declare
 from penstock import open as open_log
 from penstock.app.plan import plan
+from penstock.app.query import QueryLimits
 from penstock.app.reports import sink_rows
-from penstock.app.runner import make_streams
+from penstock.app.runner import QueryStatus, make_streams
+from penstock.connect.delivery import Delivery, deliveries
+from penstock.connect.dial import DialOptions
+from penstock.connect.push import Target
 from penstock.connect.sink import SinkHost, SinkOptions
 from penstock.connect.sinks.file import FileSink
-from penstock.errors import AppError
+from penstock.connect.wire import Message
+from penstock.errors import AppError, UsageError
 from penstock.failpoints import CONNECTOR_NAMES, ENVIRONMENT, REACHED
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import VICTIMS, RunnerProcess, wait_until
@@ -309,3 +314,66 @@ def test_it_is_not_idle_before_every_worker_has_heard(tmp_path: Path) -> None:
             Stuck.is_stuck = False
             run.until_idle()
             assert host.transactions.standing("pushing.numbers_sink-0").pending is None
+
+
+def test_a_stream_is_one_stream_however_a_delivery_writes_it(tmp_path: Path) -> None:
+    """Its rows are counted under any name, and two deliveries do not both take them."""
+    folder = tmp_path / "sink"
+    with (
+        open_log(tmp_path / "log.db") as log,
+        SinkHost(lambda worker: FileSink(folder, worker), folder) as host,
+    ):
+        log.apply([CreateStream(declare("rows", content="bytes"))])
+        target = Target("one", address_of(host), 1, DialOptions(), "…")
+        with Producer(log) as producer:
+            producer.send("rows", b"a")
+        assert Delivery(log, target, "default.rows", "stream").deliver() == 1
+        with Producer(log) as producer:
+            producer.send("rows", b"b")
+        assert [(found.stream, rows) for found, rows in deliveries(log)] == [("rows", 1)]
+        other = msgspec.structs.replace(target, query="two")
+        with pytest.raises(UsageError, match="producer one delivers the stream rows already"):
+            Delivery(log, other, "rows", "stream")
+        assert Delivery(log, target, "rows", "stream").deliver() == 1
+    assert committed_lines(folder, "one-0") == ["a", "b"]
+
+
+class Picky(FileSink):
+    """Refuses a row for good, or while something is not there yet."""
+
+    is_ready = False
+
+    def append(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if b'"n":13' in message.payload:
+                raise ValueError("13 is no number for us")
+            if b'"n":5' in message.payload and not self.is_ready:
+                raise OSError("the disk is away")
+        super().append(messages)
+
+
+def test_an_app_says_why_a_row_is_never_taken_and_waits_where_it_may_be(tmp_path: Path) -> None:
+    folder = tmp_path / "sink"
+    said: list[str] = []
+    with SinkHost(lambda worker: Picky(folder, worker), folder, tell=said.append) as host:
+        made = App("pushing")
+        numbers = made.stream("numbers", Number, key="key")
+        made.sink(numbers, address_of(host), workers=1, name="out")
+        with AppTest(made, tmp_path, limits=QueryLimits(batch_rows_max=4)) as run:
+            run.send(numbers, *[Number("k", n) for n in range(8)])
+            wait_until(lambda: status(run).restarts > 3, 60, "it being tried again")
+            assert "could not append: OSError: the disk is away" in status(run).error
+            Picky.is_ready = True
+            run.until_idle()
+            run.send(numbers, *[Number("k", n) for n in range(8, 16)])
+            failure = str(run.until_failed())
+    assert "out failed at the sink at 127.0.0.1:" in failure
+    assert "could not append: ValueError: 13 is no number for us" in failure
+    assert "Traceback" not in failure
+    assert [row.n for row in received(folder, "out", 1)] == list(range(12))
+    assert sum("ValueError: 13 is no number" in line for line in said) == 3, "a line for each try"
+
+
+def status(run: AppTest) -> QueryStatus:
+    (found,) = run.runner.statuses()
+    return found

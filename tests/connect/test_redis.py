@@ -333,8 +333,17 @@ def test_what_is_not_safe_is_bounded(server: RedisServer, client: redis.Redis) -
     wait_until(lambda: source.dropped == 15, 30, "dropping")
     taken = [source.handle_next() for _ in range(11)]
     assert [item and int(item.data) for item in taken] == [*range(15, 25), None]
-    source.handle_progress("a", 3)
-    source.handle_reset(4)  # the listener went away and came again
+    numbers = [item.point_of_ref for item in taken[:10] if item is not None]
+    source.handle_progress("a", numbers[3])
+    source.handle_reset(numbers[4])  # the listener went away and came again
     again = [source.handle_next() for _ in range(6)]
-    assert again == [*taken[5:10], None]
+    assert [item and int(item.data) for item in again] == [*range(20, 25), None]
+    told: list[str] = []
+    source.on_tell = told.append
+    source.handle_reset(numbers[4] - 1000)  # and meanwhile another program has written
+    assert source.handle_next() is None
+    assert source.dropped == 20
+    assert told == [
+        "another program has written to a since: 5 messages that were on their way may be lost"
+    ]
     source.handle_close()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 import random
+import resource
+import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -17,7 +22,7 @@ from penstock.connect import wire
 from penstock.connect.dial import DialOptions, SinkWorker
 from penstock.connect.effects import Send
 from penstock.connect.sink import SinkHost, SinkOptions
-from penstock.connect.sinking import SinkSession, SinkTerms, Standing, Vote
+from penstock.connect.sinking import SinkSession, SinkTerms, Standing, Stretch, Vote
 from penstock.connect.sinks.file import Ends, FileSink
 from penstock.connect.transactions import FILE, Line, TransactionLog
 from penstock.errors import ConnectorError, DamagedError, SinkGoneError, UsageError
@@ -231,9 +236,83 @@ def test_a_target_that_fails_is_voted_against(tmp_path: Path) -> None:
     with host, SinkWorker(address_of(host), "w", (1,)) as worker:
         worker.send(rows("x"))
         assert not worker.vote("t", 0)
+        assert isinstance(worker.refusal, SinkGoneError)
+        assert "no space left" in str(worker.refusal)
         worker.resolve("t", False)
     assert any("no space left" in line for line in said)
     assert lines(tmp_path) == []
+
+
+@pytest.mark.row("W11", engine="any")
+def test_each_stream_of_a_worker_is_counted_for_itself(tmp_path: Path) -> None:
+    """Penstock's workers have one; others may have more, and one transaction over them."""
+    with a_host(tmp_path) as host, Peer(host.address) as peer:
+        peer.hello(instance="w", version=wire.SINK_VERSION)
+        for stream in (1, 7):
+            peer.send(wire.Notify(stream, "w", 0))
+            assert peer.next() == wire.NotifyAck(True, stream, 0)
+        peer.send(
+            wire.Message(1, 0, 0, None, b"one"), wire.Message(7, 0, 0, None, b"seven"),
+            wire.Message(1, 3, 0, None, b"two"),
+        )  # fmt: skip
+        for wrong in (((1, 0, 6), (7, 0, 6)), ((1, 0, 6), (1, 0, 6)), ((1, 0, 6), (8, 0, 0)), ()):
+            peer.tell(wire.Phase1("t0", wrong))
+            assert told(peer) == wire.Reply("t0", False)
+        peer.tell(wire.Phase1("t1", ((1, 0, 6), (7, 0, 5))))
+        assert told(peer) == wire.Reply("t1", True)
+    with a_host(tmp_path) as host, Peer(host.address) as peer:  # the sink has begun again
+        peer.hello(instance="w", version=wire.SINK_VERSION)
+        peer.tell(wire.ListUncommitted(1))
+        assert told(peer) == wire.ReplyUncommitted(1, ("t1",))
+        peer.tell(wire.Phase2("t1", True))
+        for stream, end in ((1, 6), (7, 5), (9, 0)):
+            peer.send(wire.Notify(stream, "w", 0))
+            assert peer.next() == wire.NotifyAck(True, stream, end)
+        peer.send(wire.Message(7, 5, 0, None, b"more"), wire.Message(9, 0, 0, None, b"nine"))
+        peer.tell(wire.Phase1("t2", ((7, 5, 9),)))
+        assert told(peer) == wire.Reply("t2", True)
+        peer.tell(wire.Phase2("t2", False), wire.Phase1("t3", ((9, 0, 4),)))
+        assert told(peer) == wire.Reply("t3", True)
+        peer.tell(wire.Phase2("t3", True), wire.ListUncommitted(2))
+        assert told(peer) == wire.ReplyUncommitted(2, ())
+    assert lines(tmp_path) == ["one", "two"]
+    assert lines(tmp_path, "w#7") == ["seven"]
+    assert lines(tmp_path, "w#9") == ["nine"]
+
+
+def test_a_worker_of_an_earlier_version_is_known(tmp_path: Path) -> None:
+    """Of its one stream; a vote that waits, too."""
+    with a_host(tmp_path) as host, SinkWorker(address_of(host), "w", (1,)) as worker:
+        worker.send(rows("one"))
+        assert worker.vote("t1", 0)
+        worker.resolve("t1", True)
+        worker.send(rows("two"))
+        assert worker.vote("t2", 3)
+    before = (
+        b'{"worker":"w","standing":{"committed":3,"pending":{"transaction":"t2","start":3,"end":6},'
+        b'"resolved":["t1",true],"attempt":[1]}}\n'
+    )
+    (tmp_path / FILE).write_bytes(before)
+    with a_host(tmp_path) as host, SinkWorker(address_of(host), "w", (2,)) as worker:
+        assert (worker.committed, worker.uncommitted) == (3, ("t2",))
+        worker.resolve("t2", True)
+    assert lines(tmp_path) == ["one", "two"]
+
+
+def test_batches_are_not_told_of_one_by_one(tmp_path: Path) -> None:
+    said: list[str] = []
+    with SinkHost(lambda w: FileSink(tmp_path, w), tmp_path, tell=said.append) as host:
+        for attempt in range(5):
+            with SinkWorker(address_of(host), "w", (attempt,)) as worker:
+                worker.send(rows("x"))
+                assert worker.vote(f"t{attempt}", attempt)
+                worker.resolve(f"t{attempt}", True)
+        with SinkWorker(address_of(host), "w", (9,)) as worker:
+            with pytest.raises(ConnectorError), SinkWorker(address_of(host), "w", (1,)):
+                pass
+    assert len(said) == 2, said
+    assert said[0] == "worker w is here: 0 bytes are committed"
+    assert "was here with a later attempt" in said[1]
 
 
 def test_more_is_sent_than_there_are_credits(tmp_path: Path) -> None:
@@ -253,12 +332,16 @@ def test_nobody_there_is_told_in_time() -> None:
 # The transaction log
 
 
+def standing_at(committed: int, *more: Any) -> Standing:
+    return Standing({1: committed}, *more)
+
+
 @pytest.mark.row("W12", engine="any")
 def test_a_line_that_was_cut_does_not_count(tmp_path: Path) -> None:
-    standing = Standing(7, Vote("t", 7, 9), ("s", True))
+    standing = standing_at(7, Vote("t", (Stretch(1, 7, 9),)), ("s", True))
     with TransactionLog(tmp_path) as log:
         log.save("a", standing)
-        log.save("b", Standing(1))
+        log.save("b", standing_at(1))
     whole = (tmp_path / FILE).read_bytes()
     for cut in range(len(whole)):
         (tmp_path / FILE).write_bytes(whole[:cut])
@@ -266,9 +349,9 @@ def test_a_line_that_was_cut_does_not_count(tmp_path: Path) -> None:
             first = whole.index(b"\n") + 1
             assert log.standing("a") == (standing if cut >= first else Standing())
             assert log.standing("b") == Standing()
-            log.save("b", Standing(2))
+            log.save("b", standing_at(2))
         with TransactionLog(tmp_path) as log:
-            assert log.standing("b") == Standing(2)
+            assert log.standing("b") == standing_at(2)
 
 
 def test_one_process_has_the_transactions(tmp_path: Path) -> None:
@@ -277,7 +360,7 @@ def test_one_process_has_the_transactions(tmp_path: Path) -> None:
 
 
 def test_a_damaged_transaction_log_is_not_guessed_at(tmp_path: Path) -> None:
-    line = msgspec.json.encode(Line("w", Standing(1)))
+    line = msgspec.json.encode(Line("w", standing_at(1)))
     (tmp_path / FILE).write_bytes(line + b'\n__import__("os")\n' + line + b"\n")
     with pytest.raises(DamagedError, match="line 2 is damaged"):
         TransactionLog(tmp_path).__enter__()
@@ -287,12 +370,78 @@ def test_the_transaction_log_is_condensed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("penstock.connect.transactions.LINES_MAX", 20)
     with TransactionLog(tmp_path) as log:
         for n in range(100):
-            log.save(f"w{n % 3}", Standing(n))
+            log.save(f"w{n % 3}", standing_at(n))
             with pytest.raises(UsageError):
                 TransactionLog(tmp_path).__enter__()
     assert (tmp_path / FILE).read_bytes().count(b"\n") < 30
     with TransactionLog(tmp_path) as log:
-        assert log.workers() == {"w0": Standing(99), "w1": Standing(97), "w2": Standing(98)}
+        assert log.workers() == {
+            "w0": standing_at(99),
+            "w1": standing_at(97),
+            "w2": standing_at(98),
+        }
+
+
+@pytest.mark.parametrize("fails", ["sync of the folder", "sync of the file", "open"])
+def test_no_vote_is_lost_though_the_transaction_log_cannot_be_condensed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Whatever step of it fails: what counts as saved is in the file that is read back."""
+    monkeypatch.setattr("penstock.connect.transactions.LINES_MAX", 5)
+    real_sync, real_open = os.fsync, os.open
+
+    def sync(file: int) -> None:
+        of = "folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "file"
+        if is_failing and fails == f"sync of the {of}":
+            raise OSError(errno.EIO, "input/output error")
+        real_sync(file)
+
+    def opened(path: str, *arguments: int, **more: object) -> int:
+        if is_failing and fails == "open":
+            raise OSError(errno.EMFILE, "too many open files")
+        return real_open(path, *arguments, **more)  # type: ignore[arg-type]
+
+    is_failing = False
+    monkeypatch.setattr("os.fsync", sync)
+    monkeypatch.setattr("os.open", opened)
+    done = []
+    with TransactionLog(tmp_path / "log") as log:
+        for number in range(40):
+            is_failing = 4 <= number < 35
+            with contextlib.suppress(OSError):
+                log.save("w", standing_at(number))
+                done.append(number)
+            assert log.standing("w") == standing_at(done[-1])
+            is_failing = False  # what a sink that is killed here finds
+            shutil.copytree(tmp_path / "log", tmp_path / f"{number}")
+            with TransactionLog(tmp_path / f"{number}") as found:
+                assert found.standing("w") == standing_at(done[-1])
+    assert done[:4] + done[-5:] == [0, 1, 2, 3, 35, 36, 37, 38, 39]
+    meanwhile = [number for number in done if 10 <= number < 35]
+    assert bool(meanwhile) == (fails == "open"), "what may not outlive a loss of power is no vote"
+
+
+def test_what_could_not_be_saved_does_not_come_back(tmp_path: Path) -> None:
+    """A disk that takes half a line, and then more: the next line is whole, the other is gone."""
+    with TransactionLog(tmp_path) as log:
+        log.save("a", standing_at(1))
+        size = (tmp_path / FILE).stat().st_size
+        with no_larger_files(size + 20), pytest.raises(OSError, match="File too large"):
+            log.save("a", standing_at(2, Vote("refused", (Stretch(1, 1, 2),))))
+        assert log.standing("a") == standing_at(1)
+        log.save("b", standing_at(3))
+    with TransactionLog(tmp_path) as log:
+        assert log.workers() == {"a": standing_at(1), "b": standing_at(3)}
+
+
+@contextlib.contextmanager
+def no_larger_files(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # Kills
@@ -392,7 +541,7 @@ def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path) -> None:
     sink.commit(0, 3)
     sink.close()
     sink.path.write_bytes(b"")
-    with pytest.raises(UsageError, match="is shorter than what was committed"):
+    with pytest.raises(ConnectorError, match="is shorter than what was committed"):
         sink.open(3, None)
     sink.close()
 

@@ -16,8 +16,10 @@ import redis
 from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from penstock import App, Record, SinkDescription, SourceDescription
+from penstock import App, DeadLetter, Record, SinkDescription, SourceDescription, read_events
 from penstock.connect.addresses import ENVIRONMENT
+from penstock.connect.registry import records
+from penstock.connect.writing import SourceClient
 from penstock.errors import AppError, UsageError
 from penstock.testing.apps import AppTest
 from penstock.testing.brokers import Brokers
@@ -72,6 +74,114 @@ def test_both_halves_meet(tmp_path: Path) -> None:
             into.write(Number(n), partition=n % 2, sequence=n)
         into.flush()
         assert sorted(out.read(timeout=60).n for _ in range(5)) == [0, 1, 4, 9, 16]
+
+
+class Pair(Record):
+    word: str
+    n: int
+
+
+class Written(SourceDescription[Pair]):
+    """Not JSON: what an older program writes."""
+
+    name = "written"
+    record = Pair
+
+    def encode(self, message: Pair) -> bytes:
+        return f"{message.word}={message.n}".encode()
+
+    def decode(self, data: bytes) -> Pair:
+        word, _, n = data.decode().partition("=")
+        return Pair(word, int(n))
+
+
+class Told(SinkDescription[Pair]):
+    name = "told"
+    record = Pair
+
+    def encode(self, message: Pair) -> bytes:
+        return f"{message.n} {message.word}".encode()
+
+    def decode(self, data: bytes) -> Pair:
+        n, _, word = data.decode().partition(" ")
+        return Pair(word, int(n))
+
+
+@pytest.mark.row("W8", engine="any")
+def test_both_halves_of_a_description_write_as_it_says(tmp_path: Path) -> None:
+    """The app's half decodes what the program's encodes, and the other way round; what cannot be
+    decoded is damage.
+    """
+    app = App("pairs")
+    pairs = Written.from_arguments([]).in_app(app, on_damage="dead-letter")
+    Told.from_arguments([]).in_app(app, pairs)
+    with (
+        Told.from_arguments([]).in_script(tmp_path / "sink") as out,
+        AppTest(app, tmp_path) as run,
+        Written.from_arguments([]).in_script() as into,
+        SourceClient("auto:written", "written.raw") as raw,
+    ):
+        for n, word in enumerate(["to", "be", "or not"]):
+            into.write(Pair(word, n))
+        raw.write(b"be=many")
+        for client in (into, raw):
+            client.flush()
+        assert sorted(out.read(timeout=60).n for _ in range(3)) == [0, 1, 2]
+        assert out.last is not None
+        assert out.last.data.decode() in ("0 to", "1 be", "2 or not")
+        assert sorted(run.events(pairs), key=lambda p: p.n)[2] == Pair("or not", 2)
+        (letter,) = read_events(run.log, "written_dead", DeadLetter)
+    assert letter.data.data == "be=many"
+    assert "ValueError: invalid literal for int()" in letter.data.error
+
+
+def test_what_cannot_be_encoded_fails_with_the_users_own_lines(tmp_path: Path) -> None:
+    class Broken(SinkDescription[Number]):
+        name = "broken"
+        record = Number
+
+        def encode(self, message: Number) -> bytes:
+            return f"{1 // message.n}".encode()
+
+    app = App("broken")
+    numbers = app.stream("zeros", Number)
+    Broken.from_arguments([]).in_app(app, numbers)
+    with Broken.from_arguments([]).in_script(tmp_path / "sink"):
+        with AppTest(app, tmp_path, tries_max=1) as run:
+            run.send(numbers, Number(0))
+            failure = str(run.until_failed())
+    assert "ZeroDivisionError" in failure
+    assert 'return f"{1 // message.n}".encode()' in failure
+
+
+def test_a_decoder_needs_something_to_decode_to() -> None:
+    class Odd(SourceDescription[str]):
+        name = "odd"
+
+        def decode(self, data: bytes) -> str:
+            return data.decode()
+
+    with pytest.raises(UsageError, match="odd has a decode of its own and no record"):
+        Odd().in_app(App("a"))
+
+
+def test_what_connectors_do_wrong_is_seen_while_an_app_listens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App("seen")
+    numbers = app.stream("numbers", Number, on_damage="skip")
+    app.listen(numbers, "auto:numbers")
+    with AppTest(app, tmp_path) as run, SourceClient("auto:numbers", "numbers") as client:
+        client.write(b"no number")
+        client.write(b'{"n": 1}')
+        client.flush()
+        assert run.events(numbers) == [Number(1)]
+        (record,) = records(run.log)
+        assert (record.damaged, record.messages) == (1, 2)
+        assert "of numbers: " in record.error
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "left out" in line
+    assert line.startswith("numbers_listener: connector ")
 
 
 def test_arguments_are_shared() -> None:

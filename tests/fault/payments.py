@@ -147,7 +147,7 @@ def common(folder: Path, options: Sequence[str]) -> list[str]:
     """What every run of the app is told: where Spark's state is, and options of the log."""
     found = ["--checkpoints", str(folder / "spark")]
     for option in options:
-        found += ["--log-option", option]
+        found += ["--setting", option]
     return found
 
 

@@ -154,7 +154,7 @@ def test_a_topic_of_somebody_else_is_adopted(
         kafka.adopt(declare("theirs", Small, partitions=2))
     with pytest.raises(UnknownObjectError, match="no topic"):
         kafka.adopt(declare("nobodys"))
-    fields = ["-f", "user=str", "-f", "amount=int"] if typed else []
+    fields = ["-F", "user=str", "-F", "amount=int"] if typed else []
     assert main(["stream", "adopt", "theirs", "--key", "user", "--log", kafka.url, *fields]) == 0
     assert capsys.readouterr().out == "adopted stream theirs with 3 partitions\n"
     assert kafka.stream("theirs").partitions == 3

@@ -96,11 +96,30 @@ def test_sasl(sasl: Brokers, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     use(sasl.url, tmp_path, **right)
     with pytest.raises(LogAccessError, match="does not let this client in"):
         use(sasl.url, tmp_path, **{**right, "sasl.password": "guessed"})
-    options = [part for item in right.items() for part in ("--log-option", "=".join(item))]
+    options = [part for item in right.items() for part in ("--setting", "=".join(item))]
     assert main(["stream", "list", "--log", sasl.url, *options]) == 0
     told = capsys.readouterr()
     assert "orders" in told.out
     assert PASSWORD not in told.out + told.err
+
+
+@pytest.mark.parametrize("command", ["kafka", "kafka-sink"])
+def test_a_wrong_password_ends_a_connector(
+    sasl: Brokers, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("GUESS", "guessed")
+    given = {
+        "security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.username": "app",
+        "sasl.password": "@env:GUESS",
+    }  # fmt: skip
+    settings = [part for item in given.items() for part in ("--setting", "=".join(item))]
+    servers = sasl.url.removeprefix("kafka://").partition("/")[0]
+    own = ["--group", "g"] if command == "kafka" else ["--state", str(tmp_path)]
+    assert main(["connect", command, servers, "orders", *own, *settings]) in (1, 2)
+    told = capsys.readouterr()
+    assert "does not let this client in" in told.err
+    assert "guessed" not in told.out + told.err
 
 
 def test_nobody_is_there(tmp_path: Path) -> None:

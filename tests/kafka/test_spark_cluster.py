@@ -30,7 +30,7 @@ def test_a_worker_is_killed_under_load(
     """The app's module is not installed anywhere: workers have it only from the runner."""
     make_streams(kafka, plan(app))
     options = [f"cache={tmp_path / 'tables'}"]
-    where = ["--master", spark_cluster.url, "--conf", "spark.driver.host=127.0.0.1"]
+    where = ["--master", spark_cluster.url, "--setting", "spark.driver.host=127.0.0.1"]
     output = tmp_path / "output.txt"
     given = [*where, *common(tmp_path, options)]
     with (

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from penstock import App, AppStream, Context, Entry, hopping, session, tumbling
+from penstock import App, AppStream, Context, Entry, Record, hopping, session, tumbling
 from penstock.testing.apps import AppTest
 from tests.spark.shop import START, Alert, Customer, Order, Payment, Shop, at, entries, rows
 
@@ -264,3 +264,81 @@ def test_late_events_are_counted(spark: SparkSession, tmp_path: Path) -> None:
         run.until_idle()
         assert len(rows(run, late)) == 2
         assert run.statuses()["closed"].rows_late == 2
+
+
+def test_the_latest_row_is_the_one_that_was_committed_last(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Whatever partitions the rows of a key came from."""
+    shop = Shop()
+
+    @shop.app.derive_table(shop.orders, key="item")
+    def latest(orders: DataFrame) -> DataFrame:
+        return orders.select("item", "user", "amount")
+
+    @shop.app.derive(shop.orders, key="item")
+    def by_item(orders: DataFrame) -> DataFrame:
+        return orders.select("item", "amount")
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.runner.stop()
+        for n in range(60):
+            run.send(shop.orders, Order(f"u{n * 7 % 5}", f"i{n % 3}", n, at(n)))
+        run.restart()
+        run.until_idle()
+        found = {item: row.amount for item, row in entries(run, latest).items()}
+        assert found == {"i0": 57, "i1": 58, "i2": 59}
+        for item in found:
+            amounts = [row.amount for row in rows(run, by_item) if row.item == item]
+            assert amounts == sorted(amounts)
+
+
+def test_duplicates_within_a_watermark(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop()
+
+    @shop.app.derive(shop.orders, key="user")
+    def once(orders: DataFrame) -> DataFrame:
+        return orders.dropDuplicatesWithinWatermark(["user", "item"]).select("user", "item")
+
+    with AppTest(shop.app, tmp_path, spark) as run:
+        for item in ("tea", "jam", "tea"):
+            run.send(shop.orders, Order("ada", item, 1, at(1)))
+            run.until_idle()
+        assert [(row.user, row.item) for row in rows(run, once)] == [("ada", "tea"), ("ada", "jam")]
+
+
+class OldOrder(Record):
+    user: str
+    amount: int
+
+
+class NewOrder(Record):
+    user: str
+    amount: int
+    note: str | None = None
+
+
+def test_an_older_version_of_an_app_starts_again(spark: SparkSession, tmp_path: Path) -> None:
+    def build(record: type[Record]) -> App:
+        app = App("shop")
+        orders = app.stream("orders", record, key="user")
+
+        @app.derive(orders, key="user")
+        def double(orders: DataFrame) -> DataFrame:
+            return orders.select("user", (F.col("amount") * 2).alias("amount"))
+
+        @app.derive_table(orders, key="user")
+        def total(orders: DataFrame) -> DataFrame:
+            return orders.groupBy("user").agg(F.sum("amount").alias("total"))
+
+        return app
+
+    apps = [build(OldOrder), build(NewOrder), build(OldOrder)]
+    sent = [OldOrder("ada", 1), NewOrder("ada", 2, "new"), OldOrder("ada", 4)]
+    for app, order in zip(apps, sent, strict=True):
+        with AppTest(app, tmp_path, spark) as run:
+            run.send(app.streams["orders"], order)
+            run.until_idle()
+            last = entries(run, app.tables["total"])["ada"].total
+            doubled = [row.amount for row in rows(run, app.streams["double"])]
+    assert (last, doubled) == (7, [2, 4, 8])

@@ -14,11 +14,16 @@ import pyspark
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.types import StructType
 
 import penstock
-from penstock import App, AppStream, AppTable
-from penstock.errors import AppError, PlanChangedError
+from penstock import App, AppStream, AppTable, CreateStream, DropStream, Producer, declare
+from penstock import open as open_log
+from penstock.errors import AppError, PlanChangedError, UnknownObjectError
 from penstock.spark.failures import user_failure, worker_traceback
+from penstock.spark.options import parse
+from penstock.spark.source import StreamReader
 from penstock.spark.streaming import StatefulQuery
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
@@ -370,3 +375,39 @@ def test_a_worker_that_dies_is_told_in_words(spark: SparkSession, tmp_path: Path
         told = str(run.until_failed())
     assert "a worker process of Spark died: it was killed, or ran out of memory" in told
     assert "An error occurred while calling" not in told.splitlines()[0]
+
+
+def test_a_stream_that_is_made_anew_under_a_query_with_state(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    shop = Shop()
+    sums(shop)
+    with AppTest(shop.app, tmp_path, spark, tries_max=2) as run:
+        for n in range(5):
+            run.send(shop.orders, Order("a", "tea", n, at(n)))
+        run.until_idle()
+        spec = run.log.stream("orders").spec
+        run.log.apply([DropStream("orders"), CreateStream(spec)])
+        run._producer._streams.clear()
+        run.send(shop.orders, Order("a", "tea", 100, at(9)))
+        told = str(run.until_failed())
+    assert "orders was emptied or made anew" in told
+    assert "penstock reset APP total" in told
+
+
+def test_a_plain_query_hears_of_a_stream_that_was_made_anew(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with open_log(tmp_path / "log.db") as log:
+        log.apply([CreateStream(declare("s", Order, key="user"))])
+        with Producer(log) as producer:
+            for n in range(10):
+                producer.send("s", Order("a", "tea", n, at(n)))
+        reader = StreamReader(parse({"log": log.url, "path": "s"}), StructType())
+        assert reader.latestOffset({"0": 0}, ReadAllAvailable()) == {"0": 10}
+        log.apply([DropStream("s"), CreateStream(declare("s", Order, key="user"))])
+        with pytest.raises(UnknownObjectError, match="dropped and created anew"):
+            reader.latestOffset({"0": 10}, ReadAllAvailable())
+        again = StreamReader(parse({"log": log.url, "path": "s"}), StructType())
+        with pytest.raises(UnknownObjectError, match="dropped and created anew"):
+            again.latestOffset({"0": 10}, ReadAllAvailable())

@@ -250,3 +250,20 @@ def test_types_are_written_as_in_python(text: str, type_: object) -> None:
 def test_other_texts_are_no_types(text: str) -> None:
     with pytest.raises(RecordError, match="not a type"):
         parse_type(text, {})
+
+
+class Tags(Record):
+    tags: set[int]
+
+
+def test_equal_sets_are_packed_alike() -> None:
+    """However they came about: entries are compared by their bytes."""
+    codec = codec_of(Tags)
+    one, other = set(), set()
+    for n in range(0, 64, 8):
+        one.add(n)
+    for n in range(56, -1, -8):
+        other.add(n)
+    assert one == other
+    assert list(one) != list(other)
+    assert codec.pack(Tags(one)) == codec.pack(Tags(other))

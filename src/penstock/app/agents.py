@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.app.context import UNSET, Context, TableView
-from penstock.app.definitions import Agent
+from penstock.app.definitions import Agent, expires_by_events
 from penstock.app.emissions import Emissions
 from penstock.app.entry import Entry, WindowedEntry
 from penstock.app.state import State
@@ -26,12 +27,14 @@ from penstock.app.task import (
     stage,
     user_traceback,
 )
+from penstock.app.timers import EXPIRY, TIMER
 from penstock.app.windows import Window
 from penstock.errors import PenstockError, UsageError
 from penstock.log.api import Log, Part, Pin
 from penstock.log.batch import Batch
 from penstock.log.compose import Composer
 from penstock.log.letters import DEAD_CHARS_MAX, DeadLetter
+from penstock.records.arrow import UTC_MICROSECONDS
 from penstock.records.event import (
     Event,
     Key,
@@ -42,8 +45,6 @@ from penstock.records.event import (
 )
 
 T = TypeVar("T")
-EXPIRY = b"x"
-TIMER = b"t"
 BACKOFF_MS_MAX = 10_000
 
 
@@ -75,6 +76,7 @@ class AgentWork:
             rows_skipped=run.skipped,
             unacknowledged=tuple(run.unacknowledged),
             timers=tuple(run.timers.items()),
+            times=tuple(run.times(inputs.batches)) if expires_by_events(self._agent) else (),
         )
 
 
@@ -154,6 +156,15 @@ class _Run:
             for index in sorted(kept):
                 yield _Row(batch, index, values[index], key_list[index], ids[index], None)
 
+    def times(self, inputs: Sequence[Batch]) -> Iterator[tuple[str, int, int]]:
+        """The latest time of an event in each batch; one from the future tells nothing."""
+        now = pa.scalar(self._now, UTC_MICROSECONDS)
+        for batch in inputs:
+            times = batch.to_arrow(["_time"]).column(0)
+            latest = pc.max(times.filter(pc.less_equal(times, now)).cast(pa.int64())).as_py()
+            if latest is not None:
+                yield str(batch.stream.name), batch.partition, latest
+
     # Calling the function
 
     def _call_batches(self, rows: Iterator[_Row]) -> None:
@@ -190,7 +201,10 @@ class _Run:
                 case "context":
                     last = rows[-1]
                     assert last.event is not None  # noqa: S101  made for agents with a context
-                    context = Context(last.event, self._now, self._shown(last.key))
+                    context = Context(
+                        last.event, self._now, self._shown(last.key), agent=self._source,
+                        given=[cast(Event[object], row.event) for row in rows],
+                    )  # fmt: skip
                     arguments.append(context)
         return arguments, context
 
@@ -366,7 +380,7 @@ class _Run:
     def _call_timer(self, event: Event[object], tries: int) -> Context:
         del tries
         key = cast(bytes, event.key)
-        context = Context(event, self._now, self._shown(key))
+        context = Context(event, self._now, self._shown(key), agent=self._source)
         arguments: list[object] = []
         if self._state is not None and self._agent.state is not None:
             windowed = self._agent.state.windows is not None

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TypeVar, overload
+from typing import Literal, ParamSpec, TypeVar, overload
 
 from penstock.app import joining
 from penstock.app.checks import (
     check_late,
-    check_place,
     checked,
     declared,
     length,
     one_of,
+    place_name,
+    within,
 )
+from penstock.app.connecting import check_listening, check_sinking
 from penstock.app.definitions import (
-    Agent,
+    CallableAgent,
     DeadLetters,
     Definition,
     Derivation,
@@ -30,24 +32,31 @@ from penstock.app.definitions import (
 )
 from penstock.app.location import Location, caller, of_function
 from penstock.app.signature import read_signature
-from penstock.app.streams import AppStream, How, OnError
-from penstock.app.tables import AppTable, KeyType, RelativeTo, value_schema
+from penstock.app.streams import AppStream, DerivedStream, How, OnError, OnGone
+from penstock.app.tables import (
+    AppTable,
+    DerivedTable,
+    KeyType,
+    RelativeTo,
+    timers_table,
+    value_schema,
+)
 from penstock.app.windows import Duration, Windows
-from penstock.connect.addresses import check_address, is_closed
 from penstock.connect.registry import Policy
 from penstock.errors import AppError
 from penstock.log.letters import DeadLetter, dead_name
-from penstock.log.names import check_name, parse_stream
+from penstock.log.names import check_name
 from penstock.log.objects import StreamSpec
 from penstock.records.schema import Record
 
 T = TypeVar("T")
 V = TypeVar("V")
 R = TypeVar("R", bound=Record)
+P = ParamSpec("P")
+D = TypeVar("D")
 Function = Callable[..., object]
 
 RETRIES_MAX = 100
-WORKERS_MAX = 256
 BATCH_ROWS_MAX = 1_000_000
 
 
@@ -66,13 +75,15 @@ class App:
     @overload
     def stream(
         self, name: str, record: type[R], *, key: str | None = ..., time: str | None = ...,
-        watermark: Duration | None = ..., on_damage: OnError = ..., **settings: object,
+        watermark: Duration | None = ..., on_damage: OnError = ..., on_gone: OnGone = ...,
+        **settings: object,
     ) -> AppStream[R]: ...  # fmt: skip
 
     @overload
     def stream(
         self, name: str, record: None = None, *, key: str | None = ..., time: str | None = ...,
-        watermark: Duration | None = ..., on_damage: OnError = ..., **settings: object,
+        watermark: Duration | None = ..., on_damage: OnError = ..., on_gone: OnGone = ...,
+        **settings: object,
     ) -> AppStream[object]: ...  # fmt: skip
 
     def stream(
@@ -84,6 +95,7 @@ class App:
         time: str | None = None,
         watermark: Duration | None = None,
         on_damage: OnError = "stop",
+        on_gone: OnGone = "stop",
         **settings: object,
     ) -> AppStream[object]:
         """Declare a stream, made in the log when the app first runs.
@@ -91,11 +103,14 @@ class App:
         `watermark` is how much later than the newest event others may come; what comes later
         still is late. `on_damage` is what becomes of events that cannot be read, such as another
         program's that are no such record: `stop` what reads them, `skip` them, or tell of each in
-        the stream NAME_dead (`dead-letter`). Takes the settings of `StreamSpec` by name
-        (partitions, retention_ms, …).
+        the stream NAME_dead (`dead-letter`). `on_gone` is what to do where retention has removed
+        events before they were read: `stop`, or `skip` them and go on with what is there. Takes
+        the settings of `StreamSpec` by name (partitions, retention_ms, …).
         """
         where = caller()
+        name = place_name(where, name)
         one_of(where, f"stream {name}: on_damage", on_damage, OnError)
+        one_of(where, f"stream {name}: on_gone", on_gone, OnGone)
         spec = declared(where, name, record, key=key, time=time, **settings)
         if watermark is not None and time is None:
             raise AppError(f"{where}: stream {name} has a watermark and no time: name its field")
@@ -103,7 +118,7 @@ class App:
             AppStream(
                 app=self, name=name, record=record, spec=spec, key=key, time=time,
                 watermark_us=length(where, watermark, "the watermark"), location=where,
-                on_damage=on_damage,
+                on_damage=on_damage, on_gone=on_gone,
             )
         )  # fmt: skip
         if on_damage == "dead-letter":
@@ -131,6 +146,7 @@ class App:
         `window`, a key has an entry for each window.
         """
         where = caller()
+        name = place_name(where, name)
         one_of(where, f"table {name}: relative_to", relative_to, RelativeTo)
         if window is not None and window.kind == "session":
             raise AppError(
@@ -159,11 +175,9 @@ class App:
         producer, an event's number is its id.
         """
         where = caller()
-        self.check_input(where, name or f"{to.name}_feed", to)
-        self.define(
-            Feed(name=name or f"{to.name}_feed", inputs=(), outputs=(to,), location=where,
-                 source=source)
-        )  # fmt: skip
+        called = name or f"{to.name}_feed"
+        self.check_input(where, called, to)
+        self.define(Feed(name=called, inputs=(), outputs=(to,), location=where, source=source))
         return to
 
     def listen(
@@ -175,25 +189,27 @@ class App:
         names: Sequence[str] = (),
         cookie: str = "",
         policy: Policy = "oldest",
+        on_damage: OnError | None = None,
+        decoder: Callable[[bytes], object] | None = None,
     ) -> AppStream[T]:
         """Fill a stream from source connectors, which come to `host:port`, or `auto:NAME`.
 
         Those whose streams are called like this one are taken, with partitions or without; or
         those that fit a pattern in `names`. Elsewhere than on loopback a cookie is needed.
+
+        `decoder` makes an event's data of a message; without, that is JSON, or bytes. Messages
+        that are none, or that the stream cannot hold, end the connection, are left out, or become
+        dead letters, as `on_damage` says, or else the stream's own.
         """
-        where = caller()
-        called = name or f"{to.name}_listener"
+        where, called = caller(), name or f"{to.name}_listener"
         self.check_input(where, called, to)
-        check_place(where, address, check_address)
-        one_of(where, f"listener {called}: policy", policy, Policy)
-        if not is_closed(address, cookie):
-            raise AppError(f"{where}: anybody who reaches {address} could write: set a cookie")
-        self.define(
-            Listening(
-                name=called, inputs=(), outputs=(to,), location=where, address=address,
-                names=tuple(names) or (to.name, f"{to.name}.*"), cookie=cookie, policy=policy,
-            )
+        listening = Listening(
+            name=called, inputs=(), outputs=(to,), location=where, address=address,
+            names=tuple(names) or (to.name, f"{to.name}.*"), cookie=cookie, policy=policy,
+            on_damage=on_damage or to.on_damage, decoder=decoder,
         )  # fmt: skip
+        check_listening(listening)
+        self.define(listening)
         return to
 
     # Derived streams and tables
@@ -204,7 +220,7 @@ class App:
         name: str | None = ..., time: str | None = ..., watermark: Duration | None = ...,
         window: Windows | None = ..., late: AppStream[object] | None = ...,
         partitions: int | None = ...,
-    ) -> Callable[[Function], AppStream[R]]: ...  # fmt: skip
+    ) -> Callable[[Callable[P, D]], DerivedStream[R, P, D]]: ...  # fmt: skip
 
     @overload
     def derive(
@@ -212,7 +228,7 @@ class App:
         name: str | None = ..., time: str | None = ..., watermark: Duration | None = ...,
         window: Windows | None = ..., late: AppStream[object] | None = ...,
         partitions: int | None = ...,
-    ) -> Callable[[Function], AppStream[object]]: ...  # fmt: skip
+    ) -> Callable[[Callable[P, D]], DerivedStream[object, P, D]]: ...  # fmt: skip
 
     def derive(
         self,
@@ -225,23 +241,24 @@ class App:
         window: Windows | None = None,
         late: AppStream[object] | None = None,
         partitions: int | None = None,
-    ) -> Callable[[Function], AppStream[object]]:
+    ) -> Callable[[Callable[P, D]], DerivedStream[object, P, D]]:
         """Make a stream of what a function of DataFrames gives: one DataFrame per input.
 
         With a `window`, the first input has a column `window` to group by; what comes too late
         for its window goes to `late`.
         """
 
-        def decorate(function: Function) -> AppStream[object]:
+        def decorate(function: Callable[P, D]) -> DerivedStream[object, P, D]:
             where = of_function(function.__code__)
-            called = name or function.__name__
+            called = place_name(where, name or function.__name__)
             spec = None
             if record is not None:
                 spec = declared(where, called, record, key=key, time=time, partitions=partitions)
-            made: AppStream[object] = AppStream(
+            made: DerivedStream[object, P, D] = DerivedStream(
                 app=self, name=called, record=record, spec=spec, key=key, time=time,
                 watermark_us=length(where, watermark, "the watermark"), location=where,
                 settings={} if partitions is None else {"partitions": partitions},
+                function=function,
             )  # fmt: skip
             self._derive(called, function, inputs, made, window, late, where)
             self.add_stream(made)
@@ -257,15 +274,15 @@ class App:
         window: Windows | None = None,
         late: AppStream[object] | None = None,
         public: bool = False,
-    ) -> Callable[[Function], AppTable[object]]:
+    ) -> Callable[[Callable[P, D]], DerivedTable[object, P, D]]:
         """Make a table of what a function of DataFrames gives: the latest row of each key.
 
         `key` is a column or several. A row whose column `_deleted` is true removes its key.
         """
 
-        def decorate(function: Function) -> AppTable[object]:
+        def decorate(function: Callable[P, D]) -> DerivedTable[object, P, D]:
             where = of_function(function.__code__)
-            called = name or function.__name__
+            called = place_name(where, name or function.__name__)
             keys = (key,) if isinstance(key, str) else tuple(key)
             if window is not None and window.kind == "session":
                 raise AppError(
@@ -274,9 +291,10 @@ class App:
                 )
             if not keys or not all(keys):
                 raise AppError(f"{where}: table {called} has no key: name its columns")
-            made: AppTable[object] = AppTable(
+            made: DerivedTable[object, P, D] = DerivedTable(
                 app=self, name=called, key_type=str, value=None, default=None, spec=None,
                 location=where, public=public, key=keys[0] if len(keys) == 1 else keys,
+                function=function,
             )  # fmt: skip
             self._derive(called, function, inputs, made, window, late, where)
             self.add_table(made)
@@ -294,7 +312,6 @@ class App:
         late: AppStream[object] | None,
         where: Location,
     ) -> None:
-        check_place(where, name, parse_stream)
         if not inputs:
             raise AppError(f"{where}: {name} is derived from nothing: name a stream or a table")
         for given in inputs:
@@ -328,7 +345,7 @@ class App:
         backoff: Duration = "100 ms",
         batch_rows: int = 1000,
         ack: Literal["auto", "manual"] = "auto",
-    ) -> Callable[[Function], Agent]:
+    ) -> Callable[[Callable[P, D]], CallableAgent[P, D]]:
         """Have a function called for each event of a stream, in the order of its key.
 
         It may take its key's entry of the table `state`, tables to read, and a `Context`; what
@@ -336,13 +353,13 @@ class App:
         is given up to `batch_rows` events at a time (of one key, if it has a state).
         """
 
-        def decorate(function: Function) -> Agent:
+        def decorate(function: Callable[P, D]) -> CallableAgent[P, D]:
             where = of_function(function.__code__)
             called = name or function.__name__
             self.check_input(where, called, stream)
             one_of(where, f"agent {called}: on_error", on_error, OnError)
             one_of(where, f"agent {called}: ack", ack, Literal["auto", "manual"])
-            if inspect.iscoroutinefunction(function):
+            if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
                 raise AppError(f"{where}: agent {called} is async: write it as a plain function")
             views = (reads,) if isinstance(reads, AppTable) else tuple(reads)
             streams = (to,) if isinstance(to, AppStream) else tuple(to)
@@ -353,10 +370,8 @@ class App:
                     f"{where}: agent {called} has a state, and {stream.name} no key: declare the "
                     f"stream with key=, or use {stream.name}.group_by(…)"
                 )
-            if not 0 <= retries <= RETRIES_MAX:
-                raise AppError(f"{where}: agent {called}: retries is 0 to {RETRIES_MAX}")
-            if not 1 <= batch_rows <= BATCH_ROWS_MAX:
-                raise AppError(f"{where}: agent {called}: batch_rows is 1 to {BATCH_ROWS_MAX}")
+            within(where, f"agent {called}: retries", retries, 0, RETRIES_MAX)
+            within(where, f"agent {called}: batch_rows", batch_rows, 1, BATCH_ROWS_MAX)
             found = read_signature(called, function, stream, state, views, streams, where)
             if ack == "manual" and "context" not in found.arguments:
                 raise AppError(
@@ -364,10 +379,10 @@ class App:
                     "penstock.Context to acknowledge with"
                 )
             dead = self._dead_letters(called, where) if on_error == "dead-letter" else None
-            timers = self._timers(called, where) if stream.key is not None else None
+            timers = timers_table(self, called, where) if stream.key is not None else None
             extra = [place for place in (state, dead) if place is not None]
             outputs: tuple[Place, ...] = (*streams, *extra)
-            made = Agent(
+            made: CallableAgent[P, D] = CallableAgent(
                 name=called, inputs=(stream,), outputs=outputs, location=where, reads=views,
                 function=function, signature=found, state=state, on_error=on_error,
                 retries=retries, backoff_ms=(length(where, backoff, "the backoff") or 0) // 1000,
@@ -387,29 +402,24 @@ class App:
         workers: int = 2,
         cookie: str = "",
         timeout: Duration = "60 seconds",
+        encoder: Callable[..., bytes] | None = None,
     ) -> None:
         """Push the events of a stream into a sink connector at `host:port`, or `auto:NAME`, each
         once.
 
-        Rows go to one of `workers` connections by their key, as JSON or as the bytes they are.
-        The number of workers is part of what the sink remembers: it must not change.
+        Rows go to one of `workers` connections by their key, as JSON, as the bytes they are, or
+        as what `encoder` makes of an event's data. The number of workers is part of what the sink
+        remembers: it must not change.
         """
-        where = caller()
-        called = name or f"{stream.name}_sink"
+        where, called = caller(), name or f"{stream.name}_sink"
         self.check_input(where, called, stream)
-        check_place(where, address, check_address)
-        if not 1 <= workers <= WORKERS_MAX:
-            raise AppError(f"{where}: sink {called}: workers is 1 to {WORKERS_MAX}")
-        timeout_us = length(where, timeout, "the timeout") or 0
-        if timeout_us < 1:
-            raise AppError(f"{where}: sink {called}: the timeout must be positive")
-        self.define(
-            Sinking(
-                name=called, inputs=(stream,), outputs=(), location=where, address=address,
-                workers=workers, cookie=cookie,
-                timeout_s=timeout_us / 1e6,
-            )
+        sinking = Sinking(
+            name=called, inputs=(stream,), outputs=(), location=where, address=address,
+            workers=workers, cookie=cookie, encoder=encoder,
+            timeout_s=(length(where, timeout, "the timeout") or 0) / 1e6,
         )  # fmt: skip
+        check_sinking(sinking)
+        self.define(sinking)
 
     def _dead_letters(self, of: str, where: Location) -> AppStream[object]:
         name = dead_name(of)
@@ -418,18 +428,6 @@ class App:
             app=self, name=name, record=DeadLetter, spec=spec, key=None, location=where
         )
         return self.add_stream(made)
-
-    def _timers(self, agent: str, where: Location) -> AppTable[object]:
-        """Where an agent's timers are kept; made in the log only for agents that set some."""
-        schema, settings = value_schema(f"{agent}_timers", int, where)
-        spec = StreamSpec(
-            name=f"{agent}_timers", record=schema, content="record", table=True,
-            **settings,  # type: ignore[arg-type]
-        )  # fmt: skip
-        return AppTable(
-            app=self, name=spec.name, key_type=bytes, value=int, default=0, spec=spec,
-            location=where,
-        )  # fmt: skip
 
     # Joins, called by streams and tables
 
@@ -440,7 +438,7 @@ class App:
         return joining.through(self, stream, name, partitions)
 
     def _lookup(
-        self, stream: AppStream[object], table: AppTable[object], how: Literal["left", "inner"],
+        self, stream: AppStream[object], table: Place, how: Literal["left", "inner"],
         name: str | None,
     ) -> AppStream[object]:  # fmt: skip
         return joining.lookup(self, stream, table, how, name)
@@ -484,7 +482,6 @@ class App:
         return table
 
     def _check_new(self, name: str, where: Location) -> None:
-        check_place(where, name, parse_stream)
         known = self.streams.get(name) or self.tables.get(name)
         if known is not None:
             raise AppError(f"{where}: there is a {name} already, declared at {known.location}")

@@ -10,6 +10,7 @@ from penstock.app.streams import AppStream
 from penstock.app.tables import AppTable
 from penstock.app.windows import Duration, duration_us
 from penstock.errors import AppError, UsageError
+from penstock.log.names import parse_stream
 from penstock.log.objects import StreamSpec, check_spec, declare
 from penstock.records.schema import Field, Maybe, Record, Schema, schema_of, type_of
 
@@ -19,6 +20,14 @@ PARTITIONS_MAX = 1000
 def check_place(where: Location, name: str, check: Callable[[str], object]) -> None:
     try:
         check(name)
+    except UsageError as error:
+        raise AppError(f"{where}: {error}") from None
+
+
+def place_name(where: Location, name: str) -> str:
+    """The one name of a stream or table, however it was written: `default.orders` is `orders`."""
+    try:
+        return str(parse_stream(name))
     except UsageError as error:
         raise AppError(f"{where}: {error}") from None
 
@@ -78,6 +87,12 @@ def one_of(where: Location, what: str, given: object, words: object) -> None:
     allowed = get_args(words)
     if given not in allowed:
         raise AppError(f"{where}: {what} is {given!r}; it is {' or '.join(allowed)}")
+
+
+def within(where: Location, what: str, given: int, least: int, most: int) -> None:
+    """Raise unless the setting is between the two."""
+    if not least <= given <= most:
+        raise AppError(f"{where}: {what} is {least} to {most}, not {given}")
 
 
 def no_changelog(where: Location, name: str, tables: Mapping[str, object]) -> None:

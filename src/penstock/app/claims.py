@@ -18,6 +18,8 @@ from penstock.log.api import Commit, Log
 from penstock.log.commit import next_sequence
 
 TRIES_MAX = 20
+CLAIMS = "+claims"
+"""No query is called so: a name begins with a letter or digit."""
 Decide = Callable[[Mapping[str, Position | None]], Mapping[str, Position | None]]
 
 
@@ -28,7 +30,7 @@ def claim(log: Log, app: str, names: Sequence[str], decide: Decide) -> dict[str,
     several times.
     """
     for _ in range(TRIES_MAX):
-        holder = log.hold(producer_name(app, "claims"))
+        holder = log.hold(producer_name(app, CLAIMS))
         found = _fenced(log, app, names)
         decided = decide(found)
         sequence = next_sequence(log, holder.producer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar, cast
 
 import xxhash
@@ -31,29 +31,48 @@ class Context:
     """What goes with the event that an agent is called for.
 
     `now` is the clock's time when the batch began, and the same for all its events. `uuid()`
-    depends on the event alone, so that a repeated call gives the same.
+    depends on the event and the agent alone, so that a repeated call gives the same.
+
+    In a test, `Context()` is all an agent needs; give it an event, a time or a key to have more.
     """
 
-    def __init__(self, event: Event[object], now: dt.datetime, key: Key | None = None) -> None:
-        self.event = event
-        self.now = now
+    def __init__(
+        self,
+        event: Event[object] | None = None,
+        now: dt.datetime | None = None,
+        key: Key | None = None,
+        *,
+        agent: str = "",
+        given: Sequence[Event[object]] = (),
+    ) -> None:
+        self.now = now or dt.datetime.now(dt.UTC)
+        self.event = event or Event(data=None, id="test", type="test", source="", time=self.now)
         self.key = key
         self.timer_us: object = UNSET
         self.acknowledged: set[tuple[int, int]] = set()
+        self._given = {(e.partition, e.offset) for e in (self.event, *given)}
+        self._agent = agent
         self._uuids = 0
 
     def uuid(self) -> uuid.UUID:
         self._uuids += 1
-        digest = xxhash.xxh3_128_digest(f"{self.event.id}\0uuid\0{self._uuids}".encode())
-        return uuid.UUID(bytes=digest, version=4)
+        seed = f"{self._agent}\0{self.event.id}\0uuid\0{self._uuids}"
+        return uuid.UUID(bytes=xxhash.xxh3_128_digest(seed.encode()), version=4)
 
     def ack(self, event: Event[object] | None = None) -> None:
         """Say that an event is done with, for agents with `ack="manual"`.
 
-        What is not acknowledged comes again, after newer events of its key perhaps.
+        What is not acknowledged comes again, after newer events of its key perhaps. Only events
+        of this very call can be acknowledged: an earlier one is given anew until then.
         """
         done = self.event if event is None else event
-        self.acknowledged.add((done.partition, done.offset))
+        place = (done.partition, done.offset)
+        if place not in self._given:
+            raise UsageError(
+                f"the event at partition {done.partition}, offset {done.offset} was not given to "
+                "this call: acknowledge it in the call that it is given to"
+            )
+        self.acknowledged.add(place)
 
     def set_timer(self, at: dt.datetime | None = None, *, after: Duration | None = None) -> None:
         """Have the agent's timer function called for this key; replaces an earlier timer."""

@@ -11,7 +11,7 @@
 
 Both read the same arguments: `--texts HOST:PORT`, or nothing, where both run on one machine and
 find each other by the stream's name. Messages are the record's, as JSON; or override `encode` and
-`decode`.
+`decode`, of which each half uses the one that it needs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 import msgspec
 
 from penstock.app.app import App
-from penstock.app.streams import AppStream
+from penstock.app.streams import AppStream, OnError
 from penstock.connect.addresses import check_address
 from penstock.connect.codecs import decoder, encoded
+from penstock.connect.credentials import reveal
 from penstock.connect.reading import SinkClient
 from penstock.connect.sink import SinkOptions
 from penstock.connect.source import ConnectorOptions
 from penstock.connect.writing import SourceClient
+from penstock.errors import UsageError
 from penstock.records.schema import Record
 
 T = TypeVar("T")
@@ -57,7 +59,7 @@ class StreamDescription(Generic[T]):
         )  # fmt: skip
         parser.add_argument(
             f"--{cls.name}-cookie", metavar="TEXT", default="", dest=f"{cls.name}_cookie",
-            help="what the half that dials must know",
+            help="what the half that dials must know; @env:NAME or @file:PATH names it",
         )  # fmt: skip
 
     @classmethod
@@ -66,9 +68,8 @@ class StreamDescription(Generic[T]):
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         cls.add_arguments(parser)
         found, _ = parser.parse_known_args(arguments)
-        return cls(
-            getattr(found, f"{cls.name}_address"), cookie=getattr(found, f"{cls.name}_cookie")
-        )
+        cookie = reveal(getattr(found, f"{cls.name}_cookie"))
+        return cls(getattr(found, f"{cls.name}_address"), cookie=cookie)
 
     def encode(self, message: T) -> bytes:
         """The bytes of a message: a record as JSON, bytes and text as they are."""
@@ -84,14 +85,26 @@ class StreamDescription(Generic[T]):
 class SourceDescription(StreamDescription[T]):
     """A stream that a program feeds. The app listens."""
 
-    def in_app(self, app: App) -> AppStream[T]:
-        """The app's half: the stream, and a listener that runs with the app."""
+    def in_app(self, app: App, *, on_damage: OnError | None = None) -> AppStream[T]:
+        """The app's half: the stream, and a listener that runs with the app.
+
+        `on_damage` is what becomes of messages that cannot be decoded, or are no such record: as
+        the stream's own, unless it is given.
+        """
+        is_own = type(self).decode is not StreamDescription.decode
+        if is_own and self.record is None and self.settings.get("content") != "json":
+            raise UsageError(
+                f"{self.name} has a decode of its own and no record that it could give: name one"
+            )
         stream = (
             app.stream(self.name, self.record, **self.settings)
             if self.record is not None
             else app.stream(self.name, **{"content": "bytes", **self.settings})
         )
-        app.listen(stream, self.address, cookie=self.cookie)
+        app.listen(
+            stream, self.address, cookie=self.cookie, on_damage=on_damage,
+            decoder=self.decode if is_own else None,
+        )  # fmt: skip
         return cast("AppStream[T]", stream)
 
     def in_script(self, options: ConnectorOptions = ConnectorOptions()) -> SourceClient:
@@ -105,13 +118,14 @@ class SinkDescription(StreamDescription[T]):
 
     def in_app(self, app: App, stream: AppStream[T], workers: int = 1) -> None:
         """The app's half: pushes the stream's events, each once."""
+        is_own = type(self).encode is not StreamDescription.encode
         app.sink(
             cast("AppStream[object]", stream), self.address, name=self.name, workers=workers,
-            cookie=self.cookie,
+            cookie=self.cookie, encoder=self.encode if is_own else None,
         )  # fmt: skip
 
     def in_script(
-        self, folder: Path | None = None, options: SinkOptions = SinkOptions()
+        self, folder: Path | str | None = None, options: SinkOptions = SinkOptions()
     ) -> SinkClient[T]:
         """The program's half, which reads; what it has not read yet is kept in `folder`."""
         return SinkClient(

@@ -46,7 +46,12 @@ class Emissions:
         streams: list[AppStream[object]] = [p for p in agent.outputs if isinstance(p, AppStream)]
         self._boxes = {s.name: _Outbox(log.stream(s.name)) for s in streams}
         chosen = [s for s in streams if s is not agent.dead]
-        self._by_class = {s.record: self._boxes[s.name] for s in chosen if s.record is not None}
+        classes = [s.record for s in chosen]
+        self._by_class = {
+            s.record: self._boxes[s.name]
+            for s in chosen
+            if s.record is not None and classes.count(s.record) == 1
+        }
         self._only = self._boxes[chosen[0].name] if len(chosen) == 1 else None
         self._names = ", ".join(s.name for s in chosen)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.app.definitions import Feed
 from penstock.app.positions import Position, producer_name, progress_key, saved_position
-from penstock.app.query import Step
+from penstock.app.step import Step
 from penstock.app.streams import Emit
 from penstock.errors import AppError, ClosedError
 from penstock.log.api import Holder, Log
@@ -37,7 +37,7 @@ class Channel(Generic[T]):
         self._queue: queue.Queue[T] = queue.Queue(rows_max)
         self._closed = threading.Event()
 
-    def send(self, data: T, timeout_s: float = 30.0) -> None:
+    def send(self, data: T, timeout_s: float | None = 30.0) -> None:
         """Raises `queue.Full` where nobody reads for that long."""
         if self._closed.is_set():
             raise ClosedError("the channel is closed")
@@ -49,10 +49,11 @@ class Channel(Generic[T]):
 
     def take(self, rows_max: int, timeout_s: float) -> list[T] | None:
         """What is there, after waiting for something; `None` when it is closed and empty."""
+        is_closed = self._closed.is_set()  # asked first: what was sent before it is then there
         try:
-            found = [self._queue.get(timeout=timeout_s)]
+            found = [self._queue.get(block=not is_closed, timeout=timeout_s)]
         except queue.Empty:
-            return None if self._closed.is_set() else []
+            return None if is_closed else []
         while len(found) < rows_max:
             try:
                 found.append(self._queue.get_nowait())
@@ -75,6 +76,26 @@ class Channel(Generic[T]):
             yield from found
 
 
+class _Pump(Generic[T]):
+    """Reads an iterable in a thread of its own: what it gave is not to wait for what it gives
+    next, which may take as long as it likes."""
+
+    def __init__(self, items: Iterator[T], name: str) -> None:
+        self._items = items
+        self.channel: Channel[T] = Channel(FEED_ROWS_MAX)
+        self.error: BaseException | None = None
+        threading.Thread(target=self._run, name=f"feed {name}", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                self.channel.send(item, timeout_s=None)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.channel.close()
+
+
 class FeedQuery:
     """Appends what an iterable or channel gives, with how much of it was taken."""
 
@@ -85,25 +106,23 @@ class FeedQuery:
         self._app = app
         self._stream = definition.outputs[0].name
         self._source: Iterable[object] = definition.source
-        self._items: Iterator[object] | None = None
+        self._pump: _Pump[object] | None = None
         self._waiting: list[object] = []
         self._taken = 0
         """How many there are up to the last that waits."""
         self._is_done = False
-        self._has_failed = False
 
     def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None:
         holder = self._log.hold(producer_name(self._app, self.name))
         saved = saved_position(self._log, self._app, self.name)
         taken = 0 if saved is None else saved.next.get(self._stream, {}).get(0, 0)
         sequence = next_sequence(self._log, holder.producer)
+        channel = self._channel(taken)
         if self._waiting and taken == self._taken:
-            self._safe()  # it was committed, and the answer was lost
-        if self._items is None and not isinstance(self._source, Channel):
-            self._items = itertools.islice(self._begun(), taken, None)
+            self._safe(channel)  # it was committed, and the answer was lost
         while not stop.is_set():
             began = time.monotonic()
-            self._take()
+            self._take(channel)
             if self._is_done:
                 break
             if not self._waiting:
@@ -111,7 +130,7 @@ class FeedQuery:
             rows = len(self._waiting)
             self._taken = taken = taken + rows
             self._commit(holder, sequence, taken)
-            self._safe()
+            self._safe(channel)
             committed = self._log.last_commit(holder.producer)
             assert committed is not None  # noqa: S101  it was committed just now
             tell(
@@ -123,38 +142,39 @@ class FeedQuery:
             sequence += 1
         stop.wait()
 
+    def _channel(self, taken: int) -> Channel[object]:
+        if isinstance(self._source, Channel):
+            return self._source
+        if self._pump is None:
+            items = itertools.islice(self._begun(), taken, None)
+            self._pump = _Pump(items, self.name)
+        return self._pump.channel
+
     def _begun(self) -> Iterator[object]:
-        found = iter(self._source)
-        if found is self._source and self._has_failed:
+        definition, found = self.definitions[0], iter(self._source)
+        if found is self._source and definition.begun:
             raise AppError(
-                f"{self.definitions[0].location}: what feeds {self._stream} has failed, and cannot "
-                "be read again from its start: give an iterable that can, or start the app again"
+                f"{definition.location}: what feeds {self._stream} cannot be read again from its "
+                "start: give an iterable that can, or start the app again"
             )
+        definition.begun.append(True)
         return found
 
-    def _safe(self) -> None:
+    def _safe(self, channel: Channel[object]) -> None:
         """What waited is in the log."""
-        rows, self._waiting = len(self._waiting), []
-        if isinstance(self._source, Channel):
-            self._source.done(rows)
+        channel.done(len(self._waiting))
+        self._waiting = []
 
-    def _take(self) -> None:
+    def _take(self, channel: Channel[object]) -> None:
         """The next items, unless some wait that a failed commit left over."""
         if self._waiting:
             return
-        source = self._source
-        if isinstance(source, Channel):
-            found = source.take(FEED_ROWS_MAX, 0.05)
-            self._is_done = found is None
-            self._waiting = found or []
-        else:
-            assert self._items is not None  # noqa: S101  made when it was started
-            try:
-                self._waiting = list(itertools.islice(self._items, FEED_ROWS_MAX))
-            except BaseException:
-                self._items, self._has_failed = None, True  # it would only seem to be at its end
-                raise
-            self._is_done = not self._waiting
+        found = channel.take(FEED_ROWS_MAX, 0.05)
+        self._waiting = found or []
+        if found is None and self._pump is not None and self._pump.error is not None:
+            error, self._pump = self._pump.error, None  # it would only seem to be at its end
+            raise error
+        self._is_done = found is None
 
     def _commit(self, holder: Holder, sequence: int, taken: int) -> None:
         position = Position(

@@ -11,10 +11,11 @@ from penstock.app.checks import (
     looked_up,
     no_changelog,
     one_of,
+    place_name,
     table_type,
     why_not,
 )
-from penstock.app.definitions import Lookup, Rekey, StreamJoin, TableJoin
+from penstock.app.definitions import Lookup, Place, Rekey, StreamJoin, TableJoin
 from penstock.app.location import Location, caller
 from penstock.app.streams import AppStream, How
 from penstock.app.tables import AppTable
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 def group_by(app: App, stream: AppStream[T], field: str, name: str | None) -> AppStream[T]:
     where = caller()
+    name = None if name is None else place_name(where, name)
     app.check_input(where, name or stream.name, stream)
     no_changelog(where, stream.name, app.tables)
     if stream.spec is None or stream.spec.record is None:
@@ -42,6 +44,7 @@ def group_by(app: App, stream: AppStream[T], field: str, name: str | None) -> Ap
 
 def through(app: App, stream: AppStream[T], name: str, partitions: int | None) -> AppStream[T]:
     where = caller()
+    name = place_name(where, name)
     app.check_input(where, name, stream)
     no_changelog(where, stream.name, app.tables)
     return _copied(app, stream, name, stream.key, partitions, where)
@@ -68,14 +71,15 @@ def _copied(
 
 
 def lookup(
-    app: App, stream: AppStream[object], table: AppTable[object], how: Literal["left", "inner"],
+    app: App, stream: AppStream[object], place: Place, how: Literal["left", "inner"],
     name: str | None,
 ) -> AppStream[object]:  # fmt: skip
     where = caller()
-    called = name or f"{stream.name}_with_{table.name}"
+    called = place_name(where, name or f"{stream.name}_with_{place.name}")
     one_of(where, f"{called}: how", how, Literal["left", "inner"])
-    for given in (stream, table):
+    for given in (stream, place):
         app.check_input(where, called, given)
+    table = as_table(where, called, place)
     if stream.key is None:
         raise AppError(f"{where}: {stream.name} has no key to look up in {table.name}")
     if table.windows is not None:
@@ -97,12 +101,27 @@ def lookup(
     return app.add_stream(made)
 
 
+def as_table(where: Location, name: str, place: Place) -> AppTable[object]:
+    """A stream that is declared with `table=True` is a table that others fill."""
+    if isinstance(place, AppTable):
+        return place
+    if place.spec is None or not place.spec.table or place.record is None:
+        raise AppError(
+            f"{where}: {name} looks up {place.name}, which is a stream and no table: declare it "
+            "with app.table(…), or with table=True and a record"
+        )
+    return AppTable(
+        app=place.app, name=place.name, key_type=str, value=place.record, default=None,
+        spec=place.spec, location=place.location,
+    )  # fmt: skip
+
+
 def join(
     app: App, left: AppStream[object], right: AppStream[object], on: str, within: Duration,
     how: How, name: str | None,
 ) -> AppStream[object]:  # fmt: skip
     where = caller()
-    called = name or f"{left.name}_{right.name}"
+    called = place_name(where, name or f"{left.name}_{right.name}")
     one_of(where, f"{called}: how", how, How)
     for given in (left, right):
         app.check_input(where, called, given)
@@ -126,7 +145,7 @@ def join_tables(
     app: App, left: AppTable[object], right: AppTable[object], how: How, name: str | None
 ) -> AppTable[object]:
     where = caller()
-    called = name or f"{left.name}_{right.name}"
+    called = place_name(where, name or f"{left.name}_{right.name}")
     one_of(where, f"{called}: how", how, How)
     sides = []
     for given in (left, right):

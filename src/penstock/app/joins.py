@@ -14,7 +14,7 @@ from penstock.app.streams import How
 from penstock.app.tables import AppTable, Values
 from penstock.app.task import BatchOrder, Inputs, Outcome, Split, derived_id, stage
 from penstock.log.api import Log, Part, Pin
-from penstock.log.batch import Batch
+from penstock.log.batch import Batch, in_order_of_commit
 from penstock.log.compose import Composer
 from penstock.log.objects import Stream
 from penstock.records.arrow import codec_of_schema
@@ -33,10 +33,13 @@ class RekeyWork:
     def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Inputs) -> Outcome:
         composer = Composer(self._source, log.limits)
         output = log.stream(self._output)
-        parts = []
-        for item in inputs.batches:
-            whole = _envelope(self._source, item, item.data(), output)
-            parts.append(composer.arrow_part(output, _of_slot(item, whole, split)))
+        made = [_envelope(self._source, item, item.data(), output) for item in inputs.batches]
+        if split.as_stored and made:
+            made = [in_order_of_commit(inputs.batches, made)]
+        else:
+            pairs = zip(inputs.batches, made, strict=True)
+            made = [_of_slot(item, whole, split) for item, whole in pairs]
+        parts = [composer.arrow_part(output, whole) for whole in made]
         return Outcome(pieces=stage(log, batch, parts), rows_out=_rows(parts))
 
 
@@ -153,7 +156,13 @@ def _of_slot(item: Batch, whole: pa.RecordBatch, split: Split) -> pa.RecordBatch
 
 
 def _envelope(source: str, item: Batch, data: pa.RecordBatch, output: Stream) -> pa.RecordBatch:
-    """Data columns with an id that follows from the input's, and what else it had to itself."""
+    """Data columns with an id that follows from the input's, and what else it had to itself.
+
+    A newer version of the app may have given the input fields that the output lacks.
+    """
+    if output.record is not None:
+        known = {field.name for field in output.record.fields}
+        data = data.select([name for name in data.schema.names if name in known])
     ids = [derived_id(source, id_, 0) for id_ in item.ids().to_pylist()]
     made = data.append_column(pa.field("_id", pa.string()), pa.array(ids, pa.string()))
     kept = ["_headers"]

@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from penstock.app.app import App
 from penstock.app.task import user_traceback
 from penstock.errors import AppError, UnknownObjectError
 
 
-def load_app(target: str, arguments: Sequence[str] = ()) -> App:
+def load_app(
+    target: str,
+    arguments: Sequence[str] = (),
+    start_spark: Callable[[], object] | None = None,
+) -> App:
     """Import the module that `target` names, and give the app in it.
 
     Its folder is put on the path, so that it finds its neighbours as it would as a script;
-    `arguments` are what it finds in `sys.argv` meanwhile.
+    `arguments` are what it finds in `sys.argv` meanwhile. A module that needs a session of Spark
+    while it is imported (for `@udf("long")`, `expr`, `col`) is imported again once `start_spark`
+    has made one.
     """
     name, _, attribute = target.partition(":")
     before = sys.argv
     sys.argv = [name, *arguments]
     try:
-        module = _imported(name)
+        try:
+            module = _imported(name)
+        except _NeedsSparkError as error:
+            if start_spark is None:
+                raise AppError(
+                    f"{name} needs Spark while it is imported: {error}; call such functions inside "
+                    f"of yours\n\n{user_traceback(cast(Exception, error.__cause__))}"
+                ) from error.__cause__
+            start_spark()
+            module = _imported(name)
     finally:
         sys.argv = before
     if attribute:
@@ -69,5 +86,23 @@ def _imported(name: str) -> ModuleType:
     except AppError:
         raise
     except Exception as error:
+        if _needs_spark(error):
+            raise _NeedsSparkError(f"{type(error).__name__} {error}".strip()) from error
         what = f"{type(error).__name__}: {error}"
         raise AppError(f"{name} cannot be imported: {what}\n\n{user_traceback(error)}") from error
+
+
+class _NeedsSparkError(Exception):
+    """A module that is imported uses what only a session of Spark has."""
+
+
+def _needs_spark(error: Exception) -> bool:
+    """Whether Spark itself failed for want of a session: there is none, and it raised this."""
+    spark = sys.modules.get("pyspark")
+    if spark is None or spark.SparkContext._active_spark_context is not None:
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    folder = str(Path(str(spark.__file__)).parent) + os.sep
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(folder)

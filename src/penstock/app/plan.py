@@ -17,6 +17,7 @@ from penstock.app.definitions import (
     Sinking,
     StreamJoin,
     keeps_timers,
+    mixes_keys,
 )
 from penstock.app.tables import AppTable
 from penstock.errors import AppError, UnknownObjectError
@@ -61,6 +62,7 @@ def plan(app: App) -> Plan:
     """Check the app as a whole. Raises `AppError` naming file and line of what is wrong."""
     definitions = list(app.definitions.values())
     _check_writers(definitions)
+    _check_timers(app, definitions)
     return Plan(app, tuple(_in_order(definitions)))
 
 
@@ -77,7 +79,7 @@ def can_share(one: Definition, other: Definition) -> bool:
     alone = (one, other)
     if any(isinstance(d, Agent) and (d.manual_ack or keeps_timers(d)) for d in alone):
         return False
-    if any(isinstance(d, Sinking) for d in alone):
+    if any(isinstance(d, Sinking) for d in alone) or mixes_keys(one) != mixes_keys(other):
         return False
     return kind_of(one) == kind_of(other) == "tasks" and [p.name for p in one.inputs] == [
         p.name for p in other.inputs
@@ -95,6 +97,20 @@ def _check_writers(definitions: Sequence[Definition]) -> None:
                     f"{other.name} ({other.location}) writes already: a table has one writer"
                 )
             writers[output.name] = definition
+
+
+def _check_timers(app: App, definitions: Sequence[Definition]) -> None:
+    """An agent's own table of timers must be nobody else's."""
+    for definition in definitions:
+        if not (isinstance(definition, Agent) and definition.timers and keeps_timers(definition)):
+            continue
+        name = definition.timers.name
+        other = app.streams.get(name) or app.tables.get(name)
+        if other is not None:
+            raise AppError(
+                f"{other.location}: {name} is where agent {definition.name} "
+                f"({definition.location}) keeps its timers: choose another name"
+            )
 
 
 def _in_order(definitions: Sequence[Definition]) -> list[Definition]:

@@ -19,9 +19,12 @@ class Position(msgspec.Struct, kw_only=True):
     `next` is the next offset by stream and partition, `ids` say of which streams; `again` are
     offsets behind it that were not acknowledged; `workers` who handled a partition last;
     `producer` the name under which the query commits, so that whoever takes it over can fence
-    it. A query that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of
-    its state. One that feeds a sink has the `transactions` that its last batch decided to commit,
-    by worker, with where each ends, and how many workers there are.
+    it. Where windows expire by the time of events, `times` has the latest that was seen, by
+    stream and partition.
+
+    A query that keeps state in Spark also has the id of its `checkpoint`, and the `plan` of its
+    state. One that feeds a sink has the `transactions` that its last batch decided to commit, by
+    worker, with where each ends, and how many workers there are.
     """
 
     producer: str
@@ -31,6 +34,7 @@ class Position(msgspec.Struct, kw_only=True):
     again: dict[str, dict[int, list[tuple[int, int]]]] = {}
     workers: dict[str, dict[int, str]] = {}
     time_us: int = 0
+    times: dict[str, dict[int, int]] = {}
     checkpoint: str = ""
     plan: str = ""
     transactions: dict[str, Decision] = {}

@@ -7,6 +7,7 @@ says. Nothing else has to be remembered.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,30 +15,43 @@ from typing import Protocol, cast
 
 import msgspec
 
-from penstock.app.definitions import Agent, Definition, TableJoin, keeps_timers
+from penstock.app.definitions import (
+    Agent,
+    Definition,
+    TableJoin,
+    expires_by_events,
+    keeps_timers,
+    mixes_keys,
+)
+from penstock.app.pace import Pace
 from penstock.app.positions import (
     Position,
     producer_name,
-    progress_key,
     query_name,
     saved_position,
 )
-from penstock.app.splits import free_splits, keyed_splits, merged
+from penstock.app.splits import free_splits, keyed_splits, merged, ordered_splits
+from penstock.app.step import Step, commit_batch, failed, told
+from penstock.app.streams import AppStream
 from penstock.app.tables import AppTable
-from penstock.app.task import BatchOrder, Failure, Hop, Outcome, Range, Split, read_range
-from penstock.app.timers import Timers
+from penstock.app.task import (
+    TOO_LARGE,
+    BatchOrder,
+    Outcome,
+    Range,
+    Split,
+)
+from penstock.app.timers import EXPIRY, TIMER, Timers, event_clock
 from penstock.errors import (
     FencedError,
     LimitError,
     OffsetGoneError,
-    PenstockError,
-    QueryFailedError,
-    SinkGoneError,
+    PlanChangedError,
+    UnknownObjectError,
 )
-from penstock.log.api import Commit, Committed, Holder, Log, Offsets
-from penstock.log.commit import commit_surely, next_sequence
+from penstock.log.api import Holder, Log, Offsets
+from penstock.log.commit import next_sequence
 from penstock.log.objects import Stream
-from penstock.records.event import microseconds
 
 PIN_S = 3600.0
 IDLE_WAIT_S = 0.5
@@ -47,12 +61,15 @@ Clock = Callable[[], int]
 class QueryLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much a query takes on at once.
 
-    `batch_rows_max` bounds a batch over all its inputs; `unacknowledged_max` how many events
-    of a partition an agent with manual acknowledgement may leave open; `tasks` is into how
-    many tasks work is cut that could be one.
+    `batch_rows_max` and `batch_bytes_max` bound a batch over all its inputs, and
+    `batch_ms_target` is about how long one should take: a slow function gets fewer events at a
+    time. `unacknowledged_max` is how many events of a partition an agent with manual
+    acknowledgement may leave open; `tasks` into how many tasks work is cut that could be one.
     """
 
     batch_rows_max: int = 524_288
+    batch_bytes_max: int = 256 << 20
+    batch_ms_target: int = 10_000
     unacknowledged_max: int = 10_000
     tasks: int = 2
 
@@ -63,18 +80,6 @@ class Executor(Protocol):
     def run(self, batch: BatchOrder) -> list[Outcome]: ...
 
     def close(self) -> None: ...
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What one batch did."""
-
-    sequence: int
-    rows_in: int
-    rows_out: int
-    rows_skipped: int
-    took_s: float
-    hops_ms: tuple[tuple[float, int], ...]
-    committed: Committed
 
 
 class Query:
@@ -104,10 +109,21 @@ class Query:
         self._needs_pin = any(
             d.reads or any(isinstance(place, AppTable) for place in d.inputs) for d in definitions
         )
+        self._on_gone_skip = {
+            place.name
+            for place in definitions[0].inputs
+            if isinstance(place, AppStream) and place.on_gone == "skip"
+        }
         self._is_keyed = any(isinstance(d, Agent | TableJoin) for d in definitions)
         self._holder: Holder | None = None
         self.position = Position(producer=self.producer, sequence=0, next={})
         self._timers = Timers()
+        self._expiries = Timers()
+        """Of windows that are over when the events say so."""
+        self._event_us: int | None = None
+        self._pace = Pace(
+            limits.batch_rows_max, limits.batch_bytes_max, limits.batch_ms_target / 1000
+        )
         self._retry_at = 0.0
         self._is_busy = False
         self._is_started = False
@@ -134,14 +150,35 @@ class Query:
         self._is_started = True
 
     def _load_timers(self) -> None:
-        self._timers = Timers()
+        self._timers, self._expiries = Timers(), Timers()
         for definition in self.definitions:
-            table = definition.timers if isinstance(definition, Agent) else None
-            if table is None or not keeps_timers(definition):
-                continue
-            for entries in self._log.snapshot(table.name):
+            if isinstance(definition, Agent) and definition.timers is not None:
+                self._load_timers_of(definition, definition.timers.name)
+        self._look_at_time()
+
+    def _load_timers_of(self, agent: Agent, table: str) -> None:
+        with contextlib.suppress(UnknownObjectError):  # it has never had a timer
+            for entries in self._log.snapshot(table):
                 for entry in entries:
-                    self._timers.set(entry.key, msgspec.msgpack.decode(entry.value)["value"])
+                    if entry.key[:1] == TIMER and not agent.on_timer:
+                        raise PlanChangedError(
+                            f"{agent.location}: agent {agent.name} has timers that are set, and no "
+                            f"function for them any more: bring it back (@{agent.name}.timer); one "
+                            "that does nothing lets them pass"
+                        )
+                    if keeps_timers(agent):
+                        due_us = msgspec.msgpack.decode(entry.value)["value"]
+                        self._set_timer(entry.key, due_us)
+
+    def _set_timer(self, name: bytes, due_us: int | None) -> None:
+        by_events = name[:1] == EXPIRY and any(map(expires_by_events, self.definitions))
+        (self._expiries if by_events else self._timers).set(name, due_us)
+
+    def _look_at_time(self) -> None:
+        """See how far the events have come, where windows are over when they say so."""
+        if any(map(expires_by_events, self.definitions)):
+            ends = {name: self._log.offsets(name) for name in self._inputs}
+            self._event_us = event_clock(self.position.times, ends, self.position.next)
 
     # Going on
 
@@ -181,6 +218,9 @@ class Query:
     def _has_due(self) -> bool:
         due_us = self._timers.next_us()
         if due_us is not None and due_us <= self._clock():
+            return True
+        over_us = self._expiries.next_us()
+        if over_us is not None and self._event_us is not None and over_us <= self._event_us:
             return True
         return bool(self.position.again) and time.monotonic() >= self._retry_at
 
@@ -227,6 +267,9 @@ class Query:
         order = self._order(ranges, streams, timers, again)
         try:
             outcomes = self._executor.run(order)
+            if self._is_too_large(outcomes):
+                self.start()  # nothing of it is left, and the next one is smaller
+                return None
             self._check(outcomes)
             position = self._moved(ranges, again, outcomes, order, streams)
             committed = commit_batch(
@@ -237,8 +280,19 @@ class Query:
                 self._log.unpin(order.pin)
         self.position = msgspec.structs.replace(position, sequence=position.sequence + 1)
         self._keep_timers(outcomes)
+        self._look_at_time()
         self._settle(order, outcomes)
-        return told(self._log, order, outcomes, committed, time.monotonic() - began)
+        done = told(self._log, order, outcomes, committed, time.monotonic() - began)
+        self._pace.finished(done.rows_in, sum(o.bytes_in for o in outcomes), done.took_s)
+        return done
+
+    def _is_too_large(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether a task could not hold its part of the batch; sees to it that the next can."""
+        for outcome in outcomes:
+            if outcome.failure is not None and outcome.failure.code == TOO_LARGE:
+                self._pace.was_too_large(outcome.rows_in, outcome.bytes_in)
+                return True
+        return False
 
     def _next_ranges(self) -> tuple[list[Range], dict[str, Stream]]:
         # Offsets first: a stream that grows in between then counts as grown.
@@ -247,7 +301,7 @@ class Query:
         ranges: list[Range] = []
         for name, offsets in ends.items():
             held = self._held(streams[name])
-            share = max(1, self._limits.batch_rows_max // (len(offsets) * len(self._inputs)))
+            share = max(1, self._pace.rows // (len(offsets) * len(self._inputs)))
             for partition, found in offsets.items():
                 start = self._start(name, partition, found, held.get(partition))
                 end = min(found.next, start + share)
@@ -256,29 +310,36 @@ class Query:
         return ranges, streams
 
     def _start(self, name: str, partition: int, offsets: Offsets, at: int | None) -> int:
+        """Where reading goes on; elsewhere than at `at` only if what is there is gone."""
         if at is None:
             return offsets.first
-        if at < offsets.first:
-            raise OffsetGoneError(
-                f"query {self.name} is at offset {at} of {name}, partition {partition}, and "
-                f"retention has removed everything before {offsets.first}: start it again from "
-                f"there (`penstock reset APP {self.name}`), or keep events longer",
-                offsets.first,
-            )
-        return at
+        if at >= offsets.first or name in self._on_gone_skip:
+            return max(at, offsets.first)
+        raise OffsetGoneError(
+            f"query {self.name} is at offset {at} of {name}, partition {partition}, and retention "
+            f"has removed everything before {offsets.first}: to go on there, with tables as they "
+            f"are, declare the stream with on_gone='skip'; to make everything anew from what is "
+            f"left, `penstock reset APP {self.name} --output clear`",
+            offsets.first,
+        )
 
     def _due_timers(self) -> list[tuple[bytes, int]]:
-        return self._timers.due(self._clock(), self._limits.batch_rows_max)
+        due = self._timers.due(self._clock(), self._pace.rows)
+        if self._event_us is not None:
+            due += self._expiries.due(self._event_us, self._pace.rows)
+        return due
 
     def _due_again(self) -> list[Range]:
         if not self.position.again or time.monotonic() < self._retry_at:
             return []
-        return [
-            Range(name, partition, start, end)
-            for name, partitions in self.position.again.items()
-            for partition, ranges in partitions.items()
-            for start, end in ranges
-        ]
+        found: list[Range] = []
+        for name, partitions in self.position.again.items():
+            ends = self._log.offsets(name)
+            for partition, ranges in partitions.items():
+                for start, end in ranges:
+                    start = self._start(name, partition, ends[partition], start)  # noqa: PLW2901
+                    found += [Range(name, partition, start, end)] if start < end else []
+        return found
 
     def _order(
         self,
@@ -296,6 +357,8 @@ class Query:
             splits=tuple(self._splits(ranges, streams, timers, again)),
             pin=self._log.pin(PIN_S) if self._needs_pin else None,
             past=self.definitions[0].past,
+            # A batch that cannot be any smaller is taken as it is.
+            bytes_max=self._limits.batch_bytes_max if self._pace.rows > 1 else 0,
         )
 
     def _splits(
@@ -308,6 +371,8 @@ class Query:
         """How the batch is cut into tasks."""
         if self._is_keyed:
             return keyed_splits(ranges, streams, self._limits.tasks, timers, again)
+        if mixes_keys(self.definitions[0]) and ranges:
+            return ordered_splits(self._log, ranges, self._limits.tasks)
         return free_splits(ranges)
 
     def _settle(self, order: BatchOrder, outcomes: Sequence[Outcome]) -> None:
@@ -344,7 +409,21 @@ class Query:
             again=self._with_open(open_again, left),
             workers=workers,
             time_us=order.now_us,
+            times=self._times(outcomes, streams),
         )
+
+    def _times(
+        self, outcomes: Sequence[Outcome], streams: Mapping[str, Stream]
+    ) -> dict[str, dict[int, int]]:
+        found = {
+            name: dict(self.position.times.get(name, {}))
+            for name, stream in streams.items()
+            if self._held(stream)
+        }
+        for name, partition, time_us in (t for outcome in outcomes for t in outcome.times):
+            mine = found.setdefault(name, {})
+            mine[partition] = max(time_us, mine.get(partition, time_us))
+        return {name: times for name, times in found.items() if times}
 
     def _with_open(
         self,
@@ -372,70 +451,11 @@ class Query:
 
     def _keep_timers(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            for key, due_us in outcome.timers:
-                self._timers.set(key, due_us)
+            for name, due_us in outcome.timers:
+                self._set_timer(name, due_us)
 
     def late_rows(self) -> int:
         return 0
 
     def close(self) -> None:
         self._executor.close()
-
-
-def commit_batch(
-    log: Log,
-    app: str,
-    definitions: Sequence[Definition],
-    outcomes: Sequence[Outcome],
-    position: Position,
-    order: BatchOrder,
-) -> Committed:
-    """Make a batch visible with the position after it; where the outcome is unknown, ask again."""
-    packed = msgspec.json.encode(position)
-    commit = Commit(
-        pieces=[piece for outcome in outcomes for piece in outcome.pieces],
-        progress={progress_key(app, definition.name): packed for definition in definitions},
-    )
-    return commit_surely(log, order.holder, order.sequence, commit)
-
-
-def told(
-    log: Log,
-    order: BatchOrder,
-    outcomes: Sequence[Outcome],
-    committed: Committed,
-    took_s: float,
-) -> Step:
-    """A batch in numbers: among them how long its events took from commit to commit."""
-    done_us = microseconds(committed.time)
-    hops = [hop for outcome in outcomes for hop in outcome.hops]
-    if not hops:
-        ranges = [range_ for split in order.splits for range_ in split.ranges]
-        hops = [hop for range_ in ranges for hop in _first_hop(log, order, range_)]
-    return Step(
-        sequence=order.sequence,
-        rows_in=sum(outcome.rows_in for outcome in outcomes),
-        rows_out=sum(outcome.rows_out for outcome in outcomes),
-        rows_skipped=sum(outcome.rows_skipped for outcome in outcomes),
-        took_s=took_s,
-        hops_ms=tuple(((done_us - hop.time_us) / 1000, hop.rows) for hop in hops),
-        committed=committed,
-    )
-
-
-def _first_hop(log: Log, order: BatchOrder, range_: Range) -> list[Hop]:
-    """The oldest event of a range stands for all, where nobody has looked at each."""
-    first = next(read_range(log, order, range_._replace(end=range_.start + 1), []), None)
-    if first is None:
-        return []
-    return [Hop(first.commit_of(first.first_offset).time_us, range_.end - range_.start)]
-
-
-def failed(failure: Failure) -> PenstockError:
-    """The error that tells a user what their function did wrong, and where."""
-    if failure.code == FencedError.code:
-        return FencedError(failure.error)
-    if failure.code == SinkGoneError.code:
-        return SinkGoneError(failure.error)
-    text = f"{failure.definition} failed at {failure.place}: {failure.error}"
-    return QueryFailedError(f"{text}\n\n{failure.traceback}" if failure.traceback else text)

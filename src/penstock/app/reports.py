@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from penstock.app.positions import Position
-from penstock.app.query import Step
 from penstock.app.runner import QueryStatus, Runner, weighted_median
+from penstock.app.step import Step
 from penstock.connect.delivery import deliveries
 from penstock.connect.push import Decided
 from penstock.errors import PenstockError

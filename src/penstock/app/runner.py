@@ -33,11 +33,13 @@ from penstock.app.joins import LookupWork, RekeyWork, TableJoinWork
 from penstock.app.listening import ListenQuery
 from penstock.app.plan import Plan, can_share, kind_of
 from penstock.app.positions import Position, producer_name, query_name
-from penstock.app.query import Clock, Executor, Query, QueryLimits, Step
+from penstock.app.query import Clock, Executor, Query, QueryLimits
 from penstock.app.sinks import SinkQuery, SinkWork
+from penstock.app.step import Step
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import (
     AppError,
+    EvolutionError,
     FencedError,
     PenstockError,
     PlanChangedError,
@@ -56,6 +58,8 @@ from penstock.log.objects import (
     StreamSpec,
     check_alter,
 )
+from penstock.records.evolution import evolution_reasons
+from penstock.records.schema import Schema
 
 State = Literal["starting", "running", "restarting", "failed", "stopped"]
 RATE_WINDOW_S = 10.0
@@ -449,18 +453,29 @@ def make_streams(log: Log, plan: Plan) -> None:
 
 
 def changes_for(log: Log, spec: StreamSpec) -> list[Change]:
-    """What makes the stream be there as declared; nothing if it is."""
+    """What makes the stream be there as declared; nothing if it is.
+
+    An app adds to what is there, and takes nothing away: what it leaves open stays as it is, and
+    a record with fields that this app does not know stays too (a newer version has added them,
+    or another app).
+    """
     try:
         found = log.stream(spec.name)
     except UnknownObjectError:
         return [CreateStream(spec)]
     said = {
         name: getattr(spec, name)
-        for name in ("partitions", "retention_ms", "retention_bytes")
+        for name in ("key", "time", "partitions", "retention_ms", "retention_bytes")
         if getattr(spec, name) is not None
     }
+    if None not in (found.spec.time, spec.time) and found.spec.time != spec.time:
+        raise EvolutionError(
+            f"stream {found.name} takes the time of its events from {found.spec.time!r}, and here "
+            f"from {spec.time!r}: that would change it for everybody who reads it; use the same "
+            "field, or a stream of your own"
+        )
     wanted = msgspec.structs.replace(
-        found.spec, record=spec.record, content=spec.content, key=spec.key, time=spec.time,
+        found.spec, record=_newest(found.record, spec.record), content=spec.content,
         table=spec.table, entries=spec.entries, **said,
     )  # fmt: skip
     if wanted.partitions is not None and wanted.partitions < found.partitions:
@@ -473,3 +488,10 @@ def changes_for(log: Log, spec: StreamSpec) -> list[Change]:
     if msgspec.structs.replace(wanted, partitions=None) != as_it_is:
         changes.append(AlterStream(msgspec.structs.replace(wanted, partitions=None)))
     return changes
+
+
+def _newest(there: Schema | None, declared: Schema | None) -> Schema | None:
+    """The record that has all fields of both, where one has grown out of the other."""
+    if there is None or declared is None or evolution_reasons(declared, there):
+        return declared
+    return there

@@ -15,7 +15,7 @@ from penstock.app.streams import AppStream
 from penstock.app.tables import AppTable
 from penstock.errors import AppError, RecordError
 from penstock.records.event import Event
-from penstock.records.schema import Maybe, Record, Type, schema_of, type_of
+from penstock.records.schema import Choice, Maybe, Record, Scalar, Type, schema_of, type_of
 
 Argument = Literal["data", "event", "datas", "events", "entry", "view", "context"]
 
@@ -71,6 +71,8 @@ def read_signature(
         arguments.append(role)
     if expected and expected[0][1] is not None:
         raise AppError(f"{what} does not take its table {expected[0][1].name}: add a parameter")
+    if state is not None:
+        _check_key(state, stream, what)
     _check_outputs(hints.get("return"), outputs, what)
     return Signature(tuple(arguments), record)
 
@@ -185,10 +187,30 @@ def _options(hint: object) -> list[object]:
     return [hint]
 
 
+def _check_key(table: AppTable[object], stream: AppStream[object], what: str) -> None:
+    """A table's keys are those of the stream; numbers can be made of numbers only."""
+    record = None if stream.spec is None else stream.spec.record
+    field = None if record is None or not stream.key else record.field(stream.key)
+    if field is None or table.key_type is not int:
+        return  # keys are given by whoever sends, or follow from a DataFrame
+    held = field.type.of if isinstance(field.type, Maybe) else field.type
+    if held != Scalar("int") and not (isinstance(held, Choice) and not held.of_text):
+        raise AppError(
+            f"{what} keeps table {table.name}, whose keys are int ({table.location}), and the key "
+            f"of {stream.name}, {stream.key}, is {held}: declare the table with key=str"
+        )
+
+
 def _check_outputs(hint: object, outputs: tuple[AppStream[object], ...], what: str) -> None:
+    records = [stream.record for stream in outputs if stream.record is not None]
+    twice = next((record for record in records if records.count(record) > 1), None)
+    if hint is None and twice is not None:
+        raise AppError(
+            f"{what} says nothing of what it yields, and several of its streams hold "
+            f"{twice.__name__}: yield stream.new(…), and annotate it as Iterator[Emit]"
+        )
     if hint is None or hint is NoneType:
         return
-    records = [stream.record for stream in outputs if stream.record is not None]
     held = set(records)
     inner = typing.get_args(hint)[0] if typing.get_args(hint) and _is_iterator(hint) else hint
     for option in _options(inner):

@@ -13,16 +13,20 @@ from penstock.app.positions import Position
 from penstock.app.query import Query
 from penstock.app.task import (
     BatchOrder,
+    FailedError,
+    Failure,
     Inputs,
     Outcome,
     Range,
     Split,
+    user_traceback,
 )
 from penstock.connect.dial import DialOptions
-from penstock.connect.push import SENDING, STARTING, TELLING, Step, Target, rows_of
-from penstock.errors import PlanChangedError
+from penstock.connect.push import SENDING, STARTING, TELLING, Row, Step, Target, rows_of
+from penstock.errors import ConnectorError, PlanChangedError
 from penstock.failpoints import failpoint
 from penstock.log.api import Log
+from penstock.log.batch import Batch
 from penstock.log.objects import Stream
 
 
@@ -32,13 +36,39 @@ class SinkWork:
     def __init__(self, app: str, definition: Sinking) -> None:
         self.name = definition.name
         self._target = target_of(app, definition)
+        self._encoder = definition.encoder
 
     def run(self, log: Log, batch: BatchOrder, split: Split, inputs: Inputs) -> Outcome:
         del log
-        batches = (list(rows_of(item, split.slot, split.slots)) for item in inputs.batches)
+        batches = (self._rows(item, split) for item in inputs.batches)
         step = Step(batch.holder.epoch, batch.sequence, SENDING)
-        vote = self._target.push(self._target.name(split.number), batches, step)
+        try:
+            vote = self._target.push(self._target.name(split.number), batches, step)
+        except ConnectorError as error:
+            if error.retriable:
+                raise
+            raise FailedError(self._failure(error)) from error
         return Outcome(rows_out=vote.rows, votes=(vote,))
+
+    def _rows(self, batch: Batch, split: Split) -> list[Row]:
+        if self._encoder is None:
+            return list(rows_of(batch, split.slot, split.slots))
+        try:
+            return list(rows_of(batch, split.slot, split.slots, self._encoder))
+        except Exception as error:
+            place = f"{batch.stream.name}[{batch.partition}] from offset {batch.first_offset} on"
+            raise FailedError(
+                Failure(
+                    definition=self.name, place=place, error=f"{type(error).__name__}: {error}",
+                    traceback=user_traceback(error),
+                )
+            ) from error  # fmt: skip
+
+    def _failure(self, error: ConnectorError) -> Failure:
+        place = f"the sink at {self._target.address}"
+        return Failure(
+            definition=self.name, place=place, error=str(error), traceback="", code=error.code
+        )
 
 
 class SinkQuery(Query):

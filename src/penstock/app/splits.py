@@ -1,15 +1,21 @@
-"""How the input of a batch is cut into tasks: a function of the offsets alone."""
+"""How the input of a batch is cut into tasks."""
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.app.agents import EXPIRY
 from penstock.app.task import Range, Split
+from penstock.app.timers import EXPIRY
+from penstock.log.api import Log
 from penstock.log.objects import Stream
-from penstock.records.event import partition_of
+from penstock.records.event import from_microseconds, partition_of
 
 SPLIT_ROWS = 1_048_576
+ORDERED_ROWS = 131_072
+"""How many events a task puts in order at once."""
+ORDERED_ROWS_MIN = 1_000
+"""Fewer than this are not worth a task of their own."""
 
 
 def cuts(start: int, end: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -28,6 +34,49 @@ def free_splits(ranges: Sequence[Range]) -> list[Split]:
         for cut in cuts(range_.start, range_.end, SPLIT_ROWS)
     ]
     return [Split(number=n, ranges=(range_,)) for n, range_ in enumerate(made)]
+
+
+def ordered_splits(log: Log, ranges: Sequence[Range], tasks: int) -> list[Split]:
+    """Cuts across all ranges by when events were appended: what comes of them, one after the
+    other, is in the order of commits.
+
+    On an engine whose commits have no order, each range by itself.
+    """
+    total = sum(range_.end - range_.start for range_ in ranges)
+    wanted = max(-(-total // ORDERED_ROWS), min(tasks, total // ORDERED_ROWS_MIN), 1)
+    longest = max(ranges, key=lambda range_: range_.end - range_.start)
+    moments = [_appended(log, longest, start) for start, _ in _evenly(longest, wanted)]
+    if len(ranges) == 1 or None in moments:
+        return free_splits(ranges)
+    cut = list(ranges)
+    made: list[tuple[Range, ...]] = []
+    for moment in [time for time in moments[1:] if time is not None]:
+        at = [_clamped(log, range_, moment) for range_ in cut]
+        made.append(tuple(r._replace(end=end) for r, end in zip(cut, at, strict=True)))
+        cut = [r._replace(start=start) for r, start in zip(cut, at, strict=True)]
+    made.append(tuple(cut))
+    filled = [tuple(r for r in part if r.end > r.start) for part in made]
+    return [
+        Split(number=n, ranges=part, as_stored=True) for n, part in enumerate(filter(None, filled))
+    ]
+
+
+def _evenly(range_: Range, parts: int) -> Iterator[tuple[int, int]]:
+    rows = -(-(range_.end - range_.start) // parts)
+    return cuts(range_.start, range_.end, rows)
+
+
+def _appended(log: Log, range_: Range, offset: int) -> dt.datetime | None:
+    """When the event at an offset was appended; `None` where commits have no order."""
+    first = next(log.read(range_.stream, range_.partition, offset, range_.end), None)
+    if first is None or not first.commit:
+        return None
+    return from_microseconds(first.commit_of(first.first_offset).time_us)
+
+
+def _clamped(log: Log, range_: Range, moment: dt.datetime) -> int:
+    at = log.offset_at(range_.stream, range_.partition, moment)
+    return min(max(at, range_.start), range_.end)
 
 
 def keyed_splits(

@@ -31,7 +31,6 @@ class State:
         self.values = Values(table, self._stream)
         self._held: dict[bytes, Entry[Any]] = {}
         self._before: dict[bytes, bytes | None] = {}
-        self._revived: set[bytes] = set()
         self._journal: dict[bytes, tuple[bool, object]] | None = None
 
     def load(self, keys: Iterable[bytes]) -> None:
@@ -55,7 +54,6 @@ class State:
             self._held[key] = held
         elif held.is_deleted and held.value is None:
             held.is_deleted, held.value = False, self._value(None)
-            self._revived.add(key)
         if self._journal is not None and key not in self._journal:
             self._journal[key] = (held.is_deleted, _copied(held.value))
         return held
@@ -87,16 +85,18 @@ class State:
         return default if isinstance(default, _IMMUTABLE) else copy.deepcopy(default)
 
     def changed(self) -> list[tuple[bytes, object, bytes | None]]:
-        """Keys with their new value and packed value; `None` where the entry is to go."""
+        """Keys with their new value and packed value; `None` where the entry is to go.
+
+        A value that is the table's default is no entry: so which keys a table has follows from
+        what they are worth, and not from how events were put into batches.
+        """
         found: list[tuple[bytes, object, bytes | None]] = []
         start = self._value(None)
-        untouched = None if start is None else self.values.pack(start)
+        default = None if start is None else self.values.pack(start)
         for key, entry in self._held.items():
             before = self._before[key]
             packed = None if entry.value is None else self.values.pack(entry.value)
-            # One that was deleted, and since then only looked at, is still deleted.
-            is_new = before is None or key in self._revived
-            if packed is None or (is_new and packed == untouched):
+            if packed is None or packed == default:
                 if before is not None:
                     found.append((key, None, None))
             elif packed != before:

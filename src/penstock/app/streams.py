@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, ParamSpec, TypeVar
 
 import msgspec
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from penstock.app.tables import AppTable
 
 T_co = TypeVar("T_co", covariant=True)
+P = ParamSpec("P")
+D = TypeVar("D")
 How = Literal["inner", "left", "right", "outer"]
 OnError = Literal["stop", "skip", "dead-letter"]
+OnGone = Literal["stop", "skip"]
 
 
 class Emit(msgspec.Struct, frozen=True):
@@ -49,6 +52,7 @@ class AppStream(Generic[T_co]):
     time: str | None = None
     watermark_us: int | None = None
     on_damage: OnError = "stop"
+    on_gone: OnGone = "stop"
     location: Location
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -74,14 +78,15 @@ class AppStream(Generic[T_co]):
 
     def lookup(
         self,
-        table: AppTable[object],
+        table: AppTable[object] | AppStream[object],
         *,
         how: Literal["left", "inner"] = "left",
         name: str | None = None,
     ) -> AppStream[object]:
         """Each event with the entry that its key has in the table, as a field of that name.
 
-        `how="inner"` leaves out events whose key has no entry.
+        The table may be a stream that was declared with `table=True`. `how="inner"` leaves out
+        events whose key has no entry.
         """
         return self.app._lookup(self, table, how, name)
 
@@ -103,6 +108,16 @@ class AppStream(Generic[T_co]):
     def __reduce__(self) -> tuple[object, ...]:
         # Agents refer to streams; what travels to a worker with them is the handle, not the app.
         return _travelled, (self.name, self.record, self.key, self.location)
+
+
+@dataclass(eq=False, frozen=True, kw_only=True)
+class DerivedStream(AppStream[T_co], Generic[T_co, P, D]):
+    """A stream as its decorator gives it: calling it calls the function, as in a test."""
+
+    function: Callable[P, D] = field(repr=False)
+
+    def __call__(self, *frames: P.args, **named: P.kwargs) -> D:
+        return self.function(*frames, **named)
 
 
 def _travelled(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Literal, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.log.objects import Stream
 
 V_co = TypeVar("V_co", covariant=True)
+P = ParamSpec("P")
+D = TypeVar("D")
 KeyType = type[str] | type[int] | type[bytes]
 RelativeTo = Literal["event", "clock"]
 
@@ -88,6 +90,16 @@ class AppTable(Generic[V_co]):
         return _travelled, (self.name, self.key_type, self.value, self.default, *rest)
 
 
+@dataclass(eq=False, frozen=True, kw_only=True)
+class DerivedTable(AppTable[V_co], Generic[V_co, P, D]):
+    """A table as its decorator gives it: calling it calls the function, as in a test."""
+
+    function: Callable[P, D] = field(repr=False)
+
+    def __call__(self, *frames: P.args, **named: P.kwargs) -> D:
+        return self.function(*frames, **named)
+
+
 def _travelled(
     name: str, key_type: KeyType, value: object, default: object, spec: StreamSpec | None,
     location: Location, windows: Windows | None, relative_to: RelativeTo,
@@ -116,6 +128,18 @@ def value_schema(name: str, value: object, where: Location) -> tuple[Schema, dic
         entries, element = collection
         return action_schema(made, entries, element), {"entries": entries}
     return Schema(made, (Field("value", found),)), {}
+
+
+def timers_table(app: App, agent: str, where: Location) -> AppTable[object]:
+    """Where an agent's timers are kept; made in the log only for agents that set some."""
+    schema, settings = value_schema(f"{agent}_timers", int, where)
+    spec = StreamSpec(
+        name=f"{agent}_timers", record=schema, content="record", table=True,
+        **settings,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return AppTable(
+        app=app, name=spec.name, key_type=bytes, value=int, default=0, spec=spec, location=where
+    )
 
 
 #: types whose values cannot be wrong; an int can be too large, and text not be Unicode

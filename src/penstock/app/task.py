@@ -41,13 +41,15 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     """What one task reads: ranges, and of them only the keys of one slot out of `slots`.
 
     `again` are offsets that were delivered before and not acknowledged; `timers` the keys
-    whose timers are due, with when.
+    whose timers are due, with when. Ranges are read in the order of commits, unless `as_stored`:
+    then one after the other, and whoever handles them puts them in order.
     """
 
     number: int
     ranges: tuple[Range, ...]
     slot: int = 0
     slots: int = 1
+    as_stored: bool = False
     again: tuple[Range, ...] = ()
     timers: tuple[tuple[bytes, int], ...] = ()
 
@@ -55,7 +57,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 class BatchOrder(msgspec.Struct, frozen=True, kw_only=True):
     """One batch of a query: whose it is, which one, when it began, and the pinned moment.
 
-    `past` are the streams whose damaged events are left out.
+    `past` are the streams whose damaged events are left out. A task that would hold more than
+    `bytes_max` of events (0: no limit) gives the batch up.
     """
 
     query: str
@@ -65,6 +68,7 @@ class BatchOrder(msgspec.Struct, frozen=True, kw_only=True):
     splits: tuple[Split, ...]
     pin: Pin | None = None
     past: tuple[str, ...] = ()
+    bytes_max: int = 0
 
     @property
     def now(self) -> dt.datetime:
@@ -90,10 +94,14 @@ class Hop(NamedTuple):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a split."""
+    """What became of a split.
+
+    `times` are the latest time of an event by stream and partition, where somebody asks for it.
+    """
 
     pieces: tuple[Piece, ...] = ()
     rows_in: int = 0
+    bytes_in: int = 0
     rows_out: int = 0
     rows_skipped: int = 0
     worker: str = ""
@@ -101,6 +109,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     hops: tuple[Hop, ...] = ()
     unacknowledged: tuple[tuple[str, int, int], ...] = ()
     timers: tuple[tuple[bytes, int | None], ...] = ()
+    times: tuple[tuple[str, int, int], ...] = ()
     votes: tuple[SinkVote, ...] = ()
     failure: Failure | None = None
 
@@ -110,6 +119,18 @@ class Inputs(NamedTuple):
 
     batches: list[Batch]
     damaged: list[DamagedError]
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.batches))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(batch.nbytes for batch in self.batches)
+
+
+TOO_LARGE = "batch_too_large"
+"""The code of a failure that only says that a batch is to be cut."""
 
 
 class Work(Protocol):
@@ -134,6 +155,8 @@ def run_split(log: Log, works: Sequence[Work], batch: BatchOrder, split: Split) 
     outcomes = []
     try:
         inputs = read_split(log, batch, split)
+        if batch.bytes_max and inputs.nbytes > batch.bytes_max and inputs.rows > 1:
+            return _too_large(batch, inputs)
         for work in works:
             outcomes.append(work.run(log, batch, split, inputs))
     except FailedError as error:
@@ -145,7 +168,8 @@ def run_split(log: Log, works: Sequence[Work], batch: BatchOrder, split: Split) 
     places = {(r.stream, r.partition): None for r in (*split.ranges, *split.again)}
     return Outcome(
         pieces=tuple(piece for outcome in outcomes for piece in outcome.pieces),
-        rows_in=sum(len(batch) for batch in inputs.batches) if is_first else 0,
+        rows_in=inputs.rows if is_first else 0,
+        bytes_in=inputs.nbytes if is_first else 0,
         rows_out=sum(outcome.rows_out for outcome in outcomes),
         rows_skipped=sum(outcome.rows_skipped for outcome in outcomes)
         + (len(inputs.damaged) if is_first else 0),
@@ -154,8 +178,17 @@ def run_split(log: Log, works: Sequence[Work], batch: BatchOrder, split: Split) 
         hops=tuple(_hops(inputs.batches)) if is_first else (),
         unacknowledged=tuple(u for outcome in outcomes for u in outcome.unacknowledged),
         timers=tuple(t for outcome in outcomes for t in outcome.timers),
+        times=tuple(t for outcome in outcomes for t in outcome.times),
         votes=tuple(v for outcome in outcomes for v in outcome.votes),
     )
+
+
+def _too_large(batch: BatchOrder, inputs: Inputs) -> Outcome:
+    failure = Failure(
+        definition=batch.query, place="a task", error="the batch is too large", traceback="",
+        code=TOO_LARGE,
+    )  # fmt: skip
+    return Outcome(failure=failure, rows_in=inputs.rows, bytes_in=inputs.nbytes)
 
 
 def log_failure(query: str, error: PenstockError) -> Failure:
@@ -171,13 +204,27 @@ def read_split(log: Log, batch: BatchOrder, split: Split) -> Inputs:
     found: list[Batch] = []
     for range_ in split.again:
         found += read_range(log, batch, range_, damaged)
-    found += in_commit_order(
-        {
-            n: (range_.start, _reader(log, batch, range_, damaged))
-            for n, range_ in enumerate(split.ranges)
-        }
+    readers = {
+        n: (range_.start, _reader(log, batch, range_, damaged))
+        for n, range_ in enumerate(split.ranges)
+    }
+    one_by_one = (item for start, read in readers.values() for item in read(start))
+    size = 0
+    for item in one_by_one if split.as_stored else in_commit_order(readers):
+        found.append(item)
+        size += item.nbytes
+        if batch.bytes_max and size > batch.bytes_max and sum(map(len, found)) > 1:
+            break  # enough to see that it is too much
+    return Inputs(found, [damage for damage in damaged if _begins_in(split, damage)])
+
+
+def _begins_in(split: Split, damage: DamagedError) -> bool:
+    """Whether damage begins in the split: what it cuts off the next one was told of before."""
+    return any(
+        (range_.stream, range_.partition) == (damage.stream, damage.partition)
+        and range_.start <= damage.first_offset
+        for range_ in (*split.ranges, *split.again)
     )
-    return Inputs(found, damaged)
 
 
 def _reader(log: Log, batch: BatchOrder, range_: Range, damaged: list[DamagedError]) -> Read:

@@ -1,8 +1,20 @@
-"""The timers of a query while it runs: which are due, and when the next one is."""
+"""The timers of a query while it runs: which are due, and when the next one is.
+
+A timer's name begins with what it is for: a call of the agent's function, due by the clock, or
+a window that expires, due by the clock or by the time of events.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
+
+from penstock.log.api import Offsets
+
+EXPIRY = b"x"
+TIMER = b"t"
+Times = Mapping[str, Mapping[int, int]]
+"""The latest time of an event that was seen, in microseconds, by stream and partition."""
 
 
 class Timers:
@@ -43,3 +55,25 @@ class Timers:
         for name, due_us in found:
             heapq.heappush(self._heap, (due_us, name))
         return found
+
+
+def event_clock(times: Times, ends: Mapping[str, Mapping[int, Offsets]], at: Times) -> int | None:
+    """How far the events of some streams have come in their own time; `None` if nobody knows.
+
+    Of partitions that have more to read, the one that is furthest behind counts, so that in a
+    backfill, or after a long outage, nothing is over before its events were read. Where
+    everything was read, the newest event counts.
+    """
+    behind: list[int | None] = []
+    seen: list[int] = []
+    for name, partitions in ends.items():
+        for partition, offsets in partitions.items():
+            time_us = times.get(name, {}).get(partition)
+            if offsets.next > max(at.get(name, {}).get(partition, 0), offsets.first):
+                behind.append(time_us)
+            elif time_us is not None:
+                seen.append(time_us)
+    if None in behind:
+        return None
+    known = [time_us for time_us in behind if time_us is not None]
+    return min(known) if known else max(seen, default=None)

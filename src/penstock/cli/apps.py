@@ -1,4 +1,4 @@
-"""`penstock run`, `reset` and `agent list`: apps on Spark."""
+"""`penstock run`, `reset`, `prepare` and `agent list`: apps on Spark."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ from penstock.cli.options import (
     JsonOption,
     LogOption,
     LogOptionsOption,
+    UntilIdleOption,
+    YesOption,
     examples,
     log_url,
     open_named,
+    open_to_read,
     parse_options,
+    parse_setting,
 )
-from penstock.cli.output import note, say, say_json, stderr, stopping, table
-from penstock.errors import UsageError
+from penstock.cli.output import confirm, note, say, say_json, stderr, stopping, table
+from penstock.connect.credentials import BY_NAME
+from penstock.errors import UnknownObjectError, UsageError
+from penstock.log.names import guess
 
 REFRESH_S = 0.5
 LINES_S = 5.0
@@ -62,9 +68,10 @@ def register(app: typer.Typer) -> None:
     app.command(
         "reset",
         epilog=examples(
-            "penstock reset shop.py spend", "penstock reset shop.py spend --output clear"
+            "penstock reset shop.py spend", "penstock reset shop.py spend --output clear --yes"
         ),
     )(reset)
+    app.command("prepare", epilog=examples("penstock prepare"))(prepare)
     agents = typer.Typer(no_args_is_help=True, help="Where the agents of apps are.")
     agents.command("list", epilog=examples("penstock agent list", "penstock agent list --json"))(
         list_agents
@@ -78,7 +85,7 @@ def run(  # noqa: PLR0913  a parameter for each option
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- ARGUMENT…]", help="For the app itself, in sys.argv.", show_default=False
+            metavar="-- ARGUMENT", help="For the app itself, in sys.argv.", show_default=False
         ),
     ] = None,
     master: Annotated[
@@ -89,39 +96,45 @@ def run(  # noqa: PLR0913  a parameter for each option
         list[str] | None,
         typer.Option("--only", metavar="NAME", help="Run only this definition; may be repeated."),
     ] = None,
-    until_idle: Annotated[
-        bool, typer.Option("--until-idle", help="End when everything there is has been handled.")
-    ] = False,
+    until_idle: UntilIdleOption = False,
     batch_rows: Annotated[
-        int, typer.Option("--batch-rows", min=1, help="At most so many events in a batch.")
+        int,
+        typer.Option("--batch-rows", metavar="N", min=1, help="At most so many events in a batch."),
     ] = QueryLimits().batch_rows_max,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--conf", metavar="KEY=VALUE", help="A setting of Spark; may be repeated."),
-    ] = None,
     json: JsonOption = False,
     log: LogOption = None,
-    log_option: LogOptionsOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--setting",
+            "-s",
+            metavar="NAME=VALUE",
+            help=f"A setting of Spark (spark.…), or of the log; may be repeated. {BY_NAME}",
+            rich_help_panel="Log",
+        ),
+    ] = None,
 ) -> None:
     """Run an app: derived streams and tables, agents and joins, until it is stopped.
 
     Streams and tables that the app declares are made. Ctrl-C (or SIGTERM) lets every query
     finish its batch. Exits with 1 if a query was given up.
     """
-    loaded = load_app(app, arguments or [])
-    plan(loaded).only(only or [])
-    conf = dict(_setting(item) for item in settings or [])
+    conf, log_option = split_settings(settings or [])
+    folder = _checkpoints(context, log, checkpoints)
     stop = threading.Event()
     finishing = stopping(stop, "each query finishes its batch")
-    with open_named(context, log, log_option, create=True) as opened, finishing:
-        note(f"starting {loaded.name} on Spark ({master}) …")
+    with contextlib.ExitStack() as early:
+        loaded = load_app(app, arguments or [], lambda: start_early(early, master, conf, folder))
+        check_defined(loaded, only or [])
+        opened = early.enter_context(open_named(context, log, log_option, create=True))
+        early.enter_context(finishing)
         # Spark is loaded only by those who run an app.
         from penstock.spark.running import running
 
         with running(
-            loaded, opened, master=master, checkpoints=_checkpoints(context, log, checkpoints),
-            only=only or [], batch_rows=batch_rows, settings=conf,
-            log_options=parse_options(log_option or []),
+            loaded, opened, master=master, checkpoints=folder, only=only or [],
+            batch_rows=batch_rows, settings=conf, log_options=parse_options(log_option),
+            tell=lambda what: note(f"{loaded.name}: {what} …"),
         ) as runner:  # fmt: skip
             _watch(runner, stop, until_idle=until_idle, as_json=json)
         if json:
@@ -131,11 +144,34 @@ def run(  # noqa: PLR0913  a parameter for each option
         raise failure
 
 
-def _setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"--conf {text!r} is not KEY=VALUE")
-    return name, value
+def start_early(
+    stack: contextlib.ExitStack, master: str, settings: dict[str, str], folder: Path
+) -> None:
+    """Start Spark before the app is loaded, whose module needs it for that; ended with `stack`."""
+    from penstock.spark.session import close_session, open_session
+
+    note(f"the app needs Spark to be loaded: starting it ({master}) …")
+    folder.mkdir(parents=True, exist_ok=True)
+    stack.callback(close_session, open_session(master, "penstock", settings, folder / "spark.log"))
+
+
+def split_settings(items: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Spark's settings, and the others, which are the log's."""
+    parsed = {item: parse_setting(item) for item in items}
+    spark = dict(found for found in parsed.values() if found[0].startswith("spark."))
+    return spark, [item for item, (name, _) in parsed.items() if name not in spark]
+
+
+def check_defined(loaded: App, names: list[str]) -> None:
+    """Raise for a definition that the app does not have; names the nearest."""
+    known = [definition.name for definition in plan(loaded).definitions]
+    for name in names:
+        if name not in known:
+            hint = guess(name, known)
+            raise UnknownObjectError(
+                f"app {loaded.name} defines no {name}: {f'{hint} ' if hint else ''}it defines "
+                f"{', '.join(sorted(known))}"
+            )
 
 
 def _checkpoints(context: typer.Context, log: str | None, given: Path | None) -> Path:
@@ -197,27 +233,37 @@ def reset(  # noqa: PLR0913  a parameter for each option
     ],
     start: Annotated[
         Literal["earliest", "latest"],
-        typer.Option("--from", help="Where it reads from when it starts again."),
+        typer.Option("--from", metavar="WHERE", help="Begin here: earliest or latest."),
     ] = "earliest",
     output: Annotated[
         Literal["keep", "clear"],
         typer.Option("--output", help="Keep what it made, or empty its streams and tables."),
     ] = "keep",
     checkpoints: CheckpointsOption = None,
+    yes: YesOption = False,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Let a query start again: forget its position, and the state that Spark keeps for it."""
-    loaded = load_app(app)
+    """Let a query start again: forget its position, and the state that Spark keeps for it.
+
+    With `--output clear` it asks first; without a terminal it wants `--yes`.
+    """
+    folder = _checkpoints(context, log, checkpoints)
+    with contextlib.ExitStack() as early:
+        loaded = load_app(app, (), lambda: start_early(early, "local[1]", {}, folder))
+    check_defined(loaded, query.split("+"))
     chosen = plan(loaded).only(query.split("+")).definitions
     made = {definition.name: _made_by(loaded, definition, output) for definition in chosen}
     with open_named(context, log, log_option) as opened:
+        if output == "clear":
+            emptied = ", ".join(name for names in made.values() for name in names)
+            confirm(f"Empty {emptied}?", f"this would empty {emptied}", yes=yes)
         for definition in chosen:
             done = reset_query(
                 opened, loaded.name, definition.name, start=start, output=output,
                 inputs=definition.triggers, outputs=made[definition.name],
-                checkpoints=_checkpoints(context, log, checkpoints),
+                checkpoints=folder,
             )  # fmt: skip
             if json:
                 say_json(done)
@@ -245,6 +291,23 @@ def _made_by(loaded: App, definition: Definition, output: Output) -> tuple[str, 
     return outputs
 
 
+def prepare(json: JsonOption = False) -> None:
+    """Let Spark start sooner: about half its time goes into loading classes.
+
+    Java keeps them in a file of some 170 MB in the user's cache, for this version of Java and of
+    Spark. Takes about half a minute, once.
+    """
+    from penstock.spark.preparing import prepare as make
+
+    with stderr.status("Spark is started once, and what it loads is kept …"):
+        made = make()
+    size = made.stat().st_size
+    if json:
+        say_json({"file": str(made), "bytes": size})
+    else:
+        say(f"Spark is prepared ({made}, {size / 1e6:,.0f} MB)")
+
+
 def list_agents(
     context: typer.Context,
     json: JsonOption = False,
@@ -252,11 +315,14 @@ def list_agents(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Show on which partitions, offsets and workers each agent is active, and its lag."""
-    with open_named(context, log, log_option) as opened:
+    with open_to_read(context, log, log_option) as opened:
         rows = agent_rows(opened)
     if json:
         for row in rows:
             say_json(row)
+        return
+    if not rows:
+        note("no app has run on this log yet")
         return
     columns = ("app", "agent", "stream", "partition", "offset", "lag", "worker", "state")
     table(columns, [[getattr(row, column) for column in columns] for row in rows])

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from penstock.cli.objects import (
+from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_named
+from penstock.cli.output import count, note, say, say_json, table
+from penstock.cli.streams import (
     BytesOption,
     FieldsOption,
     KeyOption,
@@ -14,12 +16,9 @@ from penstock.cli.objects import (
     RecordOption,
     TableOption,
     TimeOption,
-    count,
     streams,
     what_it_holds,
 )
-from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_named
-from penstock.cli.output import note, say, say_json, table
 from penstock.errors import UsageError
 from penstock.log.api import Log
 from penstock.log.objects import StreamSpec
@@ -82,7 +81,7 @@ def cluster(
 @streams.command(
     "adopt",
     epilog=examples(
-        "penstock stream adopt orders -f user=str -f amount=float --key user",
+        "penstock stream adopt orders -F user=str -F amount=float --key user",
         "penstock stream adopt legacy.clicks --bytes",
     ),
 )

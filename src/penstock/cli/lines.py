@@ -79,9 +79,9 @@ def naming(line: Line) -> Iterator[None]:
     try:
         yield
     except PenstockError as error:
-        if line.number == 0:
-            raise
-        raise type(error)(f"line {line.number}: {error}") from None
+        if line.number:
+            error.args = (f"line {line.number}: {error}",)
+        raise
 
 
 def parse_line(
@@ -141,16 +141,18 @@ def parse_event(stream: Stream, text: bytes, options: EventOptions) -> tuple[obj
     if data == b"null" and stream.spec.table:
         return None, msgspec.structs.replace(given, key=key)
     if stream.spec.content == "bytes":
-        return _from_base64(data), given
+        return parse_bytes_text(data), given
     return parse_data(stream, data), given
 
 
 def _key(key: str | dict[str, str] | None) -> str | bytes | None:
     """A key as `read --json` prints it: text, or base64 where it is not text."""
-    return _from_base64(msgspec.json.encode(key.get("base64"))) if isinstance(key, dict) else key
+    return (
+        parse_bytes_text(msgspec.json.encode(key.get("base64"))) if isinstance(key, dict) else key
+    )
 
 
-def _from_base64(text: bytes) -> bytes:
+def parse_bytes_text(text: bytes) -> bytes:
     """Bytes as `read --json` prints them: a JSON string of base64."""
     try:
         return msgspec.json.decode(text, type=bytes)

@@ -13,10 +13,12 @@ import msgspec
 import typer
 
 from penstock.connect.addresses import is_closed
+from penstock.connect.credentials import BY_NAME, reveal
 from penstock.errors import LogFormatError, UsageError
 from penstock.log import OptionValue, is_path, log_path, open_log
 from penstock.log.api import Limits, Log
 from penstock.log.objects import Defaults
+from penstock.log.quantities import parse_bytes, parse_duration_ms
 
 T = TypeVar("T")
 DEFAULT_LOG = "penstock.db"
@@ -40,15 +42,31 @@ LogOption = Annotated[
 LogOptionsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--log-option",
+        "--setting",
+        "-s",
         metavar="NAME=VALUE",
-        help="An option of the log, such as event_bytes_max=2000000, or one of Kafka's client, "
-        "such as security.protocol=SSL; may be repeated.",
+        help="A setting of the log, such as event_bytes_max=2000000, or of Kafka's client, such as "
+        f"security.protocol=SSL; may be repeated. {BY_NAME}",
         rich_help_panel="Log",
     ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON, one value per line, for programs.")
+]
+YesOption = Annotated[
+    bool, typer.Option("--yes", "-y", help="Do not ask before something is removed.")
+]
+UntilIdleOption = Annotated[
+    bool, typer.Option("--until-idle", help="End when everything there is has been handled.")
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")
+]
+TimeoutOption = Annotated[
+    str,
+    typer.Option(
+        "--timeout", metavar="DURATION", help="Give up after so long if the log cannot take it."
+    ),
 ]
 AtOption = Annotated[
     str,
@@ -91,6 +109,27 @@ def open_named(
 ) -> Log:
     """The log that the command line or the environment names."""
     return open_log(log_url(context, log), create=create, **parse_options(options or []))
+
+
+def open_to_read(
+    context: typer.Context,
+    log: str | None,
+    options: list[str] | None = None,
+    *,
+    read_only: bool = False,
+) -> Log:
+    """The log that is named, for a command that writes nothing.
+
+    It is opened read-only if it is to be, or if its file or directory cannot be written.
+    """
+    url, given = log_url(context, log), parse_options(options or [])
+    if is_path(url) and (read_only or not _is_writable(log_path(url))):
+        given.setdefault("read_only", True)
+    return open_log(url, create=False, **given)
+
+
+def _is_writable(path: Path) -> bool:
+    return not path.exists() or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK))
 
 
 def log_url(context: typer.Context, log: str | None) -> str:
@@ -141,19 +180,42 @@ def empty_log(options: list[str] | None) -> Iterator[Log]:
 
 
 def parse_options(options: list[str]) -> dict[str, OptionValue]:
-    found: dict[str, OptionValue] = {}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise UsageError(f"--log-option {option!r} is not NAME=VALUE")
-        found[name] = value
-    return found
+    """What `--setting` gives, by name."""
+    return dict(parse_setting(option) for option in options)
+
+
+def parse_setting(text: str) -> tuple[str, str]:
+    """What `NAME=VALUE` says; the value may be a secret that is given by name."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:  # not shown: it may be the value
+        raise UsageError("a --setting without a name, or without =: write NAME=VALUE")
+    return name, reveal(value)
+
+
+def parse_duration(text: str, option: str) -> int:
+    """Milliseconds of a duration with its unit: `10s`, `5 minutes`."""
+    if text.strip().isdigit():
+        raise UsageError(f"{option} {text!r} has no unit: write {text.strip()}s, or '5 minutes'")
+    try:
+        return parse_duration_ms(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of a size with its unit: `10 GB`."""
+    if text.strip().isdigit():
+        raise UsageError(f"{option} {text!r} has no unit: write '10 GB', or '512 MiB'")
+    try:
+        return parse_bytes(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def complete_stream(context: typer.Context, incomplete: str) -> list[str]:
     """Names of streams for the shell; nothing where the log cannot be opened."""
     try:
-        with open_named(context, context.params.get("log")) as log:
+        with open_to_read(context, context.params.get("log")) as log:
             names = [str(stream.name) for stream in log.streams()]
     except Exception:
         return []

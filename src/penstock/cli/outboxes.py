@@ -8,8 +8,16 @@ from typing import Annotated
 import typer
 
 from penstock import outbox
-from penstock.cli.options import LogOption, LogOptionsOption, examples, open_named
-from penstock.cli.output import note, say, stopping
+from penstock.cli.options import (
+    JsonOption,
+    LogOption,
+    LogOptionsOption,
+    UntilIdleOption,
+    examples,
+    open_named,
+)
+from penstock.cli.output import count, note, say, say_json, stopping
+from penstock.connect.credentials import BY_NAME, reveal
 
 outboxes = typer.Typer(
     no_args_is_help=True, help="Publish events that were written in a database's transactions."
@@ -17,8 +25,8 @@ outboxes = typer.Typer(
 DatabaseArgument = Annotated[
     str,
     typer.Argument(
-        metavar="DATABASE", envvar="PENSTOCK_DATABASE", show_default=False,
-        help="sqlite:///path, or postgresql://user@host/name.",
+        metavar="DATABASE", envvar="PENSTOCK_DATABASE", show_default=False, parser=reveal,
+        help=f"sqlite:///path, or postgresql://user@host/name. {BY_NAME}",
     ),
 ]  # fmt: skip
 
@@ -28,27 +36,26 @@ def register(app: typer.Typer) -> None:
 
 
 @outboxes.command("create", epilog=examples("penstock outbox create sqlite:///shop.db"))
-def create(database: DatabaseArgument) -> None:
+def create(database: DatabaseArgument, json: JsonOption = False) -> None:
     """Make the outbox's tables in a database, if they are not there."""
     with outbox.connected(database) as connection:
         outbox.create(connection)
         connection.commit()
-    say("the outbox is there")
+    say_json({"created": "outbox"}) if json else say("the outbox is there")
 
 
 @outboxes.command(
     "relay",
     epilog=examples(
         "penstock outbox relay postgresql://app@localhost/shop",
-        "penstock outbox relay sqlite:///shop.db --until-empty",
+        "penstock outbox relay sqlite:///shop.db --until-idle",
     ),
 )
 def relay(
     context: typer.Context,
     database: DatabaseArgument,
-    until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="Stop when everything is published.")
-    ] = False,
+    until_idle: UntilIdleOption = False,
+    json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
@@ -63,9 +70,12 @@ def relay(
         stopping(stop, "what is on its way is published"),
     ):
         found = outbox.Relay(opened, lambda: outbox.connected(database, create=False), note)
-        if until_empty:
+        if until_idle:
             found.drain()
         else:
             note("publishing; Ctrl-C stops")
             found.run(stop)
-    say(f"published {found.published:,} events")
+    if json:
+        say_json({"published": found.published})
+    else:
+        say(f"published {count(found.published, 'event')}")

@@ -22,10 +22,11 @@ from penstock.cli.options import (
     LogOptionsOption,
     examples,
     log_url,
-    open_named,
+    open_to_read,
 )
-from penstock.cli.output import progress_bar, say, say_json, table
-from penstock.errors import PenstockError
+from penstock.cli.output import count, note, progress_bar, say, say_json, size_text, table
+from penstock.errors import LogError, PenstockError
+from penstock.log.api import Damage
 
 DISK_FREE_BYTES_MIN = 1 << 30
 JAVA_MIN = 17
@@ -44,19 +45,37 @@ def verify(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Read the whole log and say what is damaged; exits with 1 if anything is."""
-    found = 0
-    with open_named(context, log, log_option) as opened:
-        streams = len(opened.streams())
-        with progress_bar("verifying") as report:
-            for damage in opened.verify(report):
-                found += 1
-                say_json(damage) if json else say(damage.message)
+    found, streams, is_about_events = 0, 0, False
+    try:
+        with open_to_read(context, log, log_option, read_only=True) as opened:
+            with progress_bar("verifying", "batches") as report:
+                for damage in opened.verify(report):
+                    found += 1
+                    is_about_events = is_about_events or damage.first_offset >= 0
+                    say_json(damage) if json else say(damage.message)
+            streams = len(opened.streams())
+    except LogError as error:
+        if not isinstance(error.__cause__, apsw.CorruptError):
+            raise
+        if not found:  # else what cannot be read has been told
+            found = 1
+            _say_unreadable(log_url(context, log), error.__cause__, json)
     if json:
         say_json({"damaged": found, "streams": streams})
     elif not found:
-        say(f"{streams} streams verified: nothing is damaged")
+        say(f"{count(streams, 'stream')} verified: nothing is damaged")
+    if is_about_events:
+        note("the events around what is damaged can be read: penstock read STREAM --on-damage skip")
     if found:
         raise typer.Exit(1)
+
+
+def _say_unreadable(url: str, error: apsw.Error, json: bool) -> None:
+    message = (
+        f"{url} cannot be opened, its first pages are damaged ({error}): nothing in it can be "
+        "read; restore a backup"
+    )
+    say_json(Damage(message)) if json else say(message)
 
 
 def backup(
@@ -67,13 +86,16 @@ def backup(
     log_option: LogOptionsOption = None,
 ) -> None:
     """Copy the log as it is at this moment, while others use it. The copy is a log itself."""
-    with open_named(context, log, log_option) as opened, progress_bar("copying") as report:
+    with (
+        open_to_read(context, log, log_option) as opened,
+        progress_bar("copying", "pages") as report,
+    ):
         opened.backup(target, report)
     size = target.stat().st_size
     if json:
         say_json({"backup": str(target), "bytes": size})
     else:
-        say(f"copied to {target} ({size} bytes)")
+        say(f"copied to {target} ({size_text(size)})")
 
 
 class Finding(NamedTuple):
@@ -119,7 +141,8 @@ def _java() -> Finding:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("java", "warning", f"{java} does not run: {error}")
-    line = (done.stderr or done.stdout).splitlines()[0] if done.stderr or done.stdout else ""
+    lines = [line for line in (done.stderr or done.stdout).splitlines() if "version" in line]
+    line = lines[0] if lines else ""
     major = "".join(c for c in line.partition('"')[2].split(".")[0] if c.isdigit())
     good = bool(major) and int(major) >= JAVA_MIN
     return Finding("java", "ok" if good else "warning", line or f"{java} says nothing")
@@ -151,7 +174,7 @@ def _log(context: typer.Context, url: str, options: list[str] | None) -> Iterato
         yield Finding("log", "ok", f"{url} does not exist yet: the first stream makes it")
         return
     try:
-        with open_named(context, url, options) as opened:
+        with open_to_read(context, url, options) as opened:
             for name, value in opened.facts().items():
                 if value is not None:
                     yield Finding(f"log {name}", "ok", str(value))

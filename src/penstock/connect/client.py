@@ -67,6 +67,9 @@ class ClientSession:
         self.is_streaming = False
         self.credits = 0
         self.states: dict[str, StreamState] = {}
+        self.asked: set[str] = set()
+        """The streams that were asked for and not answered yet."""
+        self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
 
     def hello(self) -> wire.Hello:
@@ -78,17 +81,22 @@ class ClientSession:
         """The frame that asks for a stream; `None` if there are no credits for it now."""
         if not self.spend():
             return None
-        number = wire.stream_id(name)
+        number = self._numbers[name] = wire.stream_id(name)
         self._names[number] = name
         self.states[name] = "asked"
+        self.asked.add(name)
         return wire.Notify(number, name, 0)
+
+    def number(self, name: str) -> int:
+        """The id of a stream that was asked for."""
+        return self._numbers[name]
 
     def end(self, name: str) -> wire.Eos | None:
         """The frame that gives a stream back; `None` if there are no credits for it now."""
         if not self.spend():
             return None
         self.states[name] = "ended"
-        return wire.Eos(wire.stream_id(name))
+        return wire.Eos(self.number(name))
 
     def spend(self) -> bool:
         """Take a credit for a frame, if there is one."""
@@ -129,6 +137,7 @@ class ClientSession:
         name = self._names.get(frame.stream_id)
         if name is None or self.states.get(name) != "asked":
             return [Failed(f"the listener answers for stream {frame.stream_id}, not asked for")]
+        self.asked.discard(name)
         if not frame.success:
             self.states[name] = "refused"
             return [Refused(name)]

@@ -60,14 +60,12 @@ class Delivery:
     def __init__(self, log: Log, target: Target, stream: str, kind: Kind) -> None:
         self._log = log
         self._target = target
-        self._stream = stream
         self._key = f"{PREFIX}{target.query}"
         self._holder = log.hold(self._key)
         self._sequence = next_sequence(log, self._key)
         saved, made = log.progress(self._key), log.stream(stream)
-        firsts = {p: offsets.first for p, offsets in log.offsets(stream).items()}
-        fresh = Delivered(kind, stream, made.id, firsts)
-        self._at = fresh if saved is None else _decoder.decode(saved)
+        self._stream = str(made.name)
+        self._at = self._begin(kind, made.id) if saved is None else _decoder.decode(saved)
         if self._at.kind != kind:
             raise UsageError(
                 f"the producer {target.query} has written to its sink by {self._at.kind} before: "
@@ -78,8 +76,21 @@ class Delivery:
                 f"the stream {stream} is not the one that the producer {target.query} delivered "
                 "from: it was made anew; use another producer name"
             )
+        self._at = msgspec.structs.replace(self._at, stream=self._stream)
         for worker in target.names():
             target.resolve_open(worker, self._at.transactions, self._step(STARTING))
+
+    def _begin(self, kind: Kind, stream_id: int) -> Delivered:
+        """Raises `UsageError` if somebody else delivers the stream: each would take every row."""
+        for key, packed in self._log.progress_items(PREFIX).items():
+            if _decoder.decode(packed).stream_id == stream_id:
+                other = key.removeprefix(PREFIX)
+                raise UsageError(
+                    f"the producer {other} delivers the stream {self._stream} already: use its "
+                    "name, or another stream"
+                )
+        firsts = {p: offsets.first for p, offsets in self._log.offsets(self._stream).items()}
+        return Delivered(kind, self._stream, stream_id, firsts)
 
     def skip(self) -> None:
         """Everything that is there and not delivered never will be."""
@@ -173,10 +184,10 @@ def patiently(timeout_s: float, do: Callable[[], T]) -> T:
 
 def deliveries(log: Log) -> Iterator[tuple[Delivered, int]]:
     """Every delivery that the log knows of, and how many events it has still to deliver."""
-    known = {str(stream.name) for stream in log.streams()}
+    known = {stream.id: str(stream.name) for stream in log.streams()}
     for packed in log.progress_items(PREFIX).values():
         found = _decoder.decode(packed)
-        ends = log.offsets(found.stream) if found.stream in known else {}
+        ends = log.offsets(known[found.stream_id]) if found.stream_id in known else {}
         waiting = (offsets.next - found.next[p] for p, offsets in ends.items())
         yield found, sum(max(0, rows) for rows in waiting)
 

@@ -21,6 +21,7 @@ from penstock.errors import ConnectorError, ProtocolError, SinkGoneError
 
 STREAM = 1
 SEND_BYTES = 1 << 18
+LAST_WORDS_S = 1.0
 F = TypeVar("F")
 
 
@@ -61,6 +62,8 @@ class SinkWorker:
         self.uncommitted: tuple[str, ...] = ()
         """Transactions that the sink has voted for and not heard the outcome of."""
         self.sent = 0
+        self.refusal: ConnectorError | None = None
+        """Why the sink has voted against the last transaction, if it said."""
 
     def __enter__(self) -> Self:
         self._told(self._open)
@@ -121,7 +124,10 @@ class SinkWorker:
         self._send(b"".join(chunks))
 
     def vote(self, transaction: str, start: int) -> bool:
-        """Ask the sink to make everything sent since `start` durable; whether it has."""
+        """Ask the sink to make everything sent since `start` durable; whether it has.
+
+        If it has not, `refusal` is why: sinks of Penstock say so behind their vote.
+        """
 
         def ask() -> bool:
             stretch = (STREAM, start, self.sent)
@@ -131,7 +137,10 @@ class SinkWorker:
                 if reply.transaction == transaction:
                     return reply.commit
 
-        return self._told(ask)
+        has_voted = self._told(ask)
+        if not has_voted:
+            self.refusal = self._last_words()
+        return has_voted
 
     def resolve(self, transaction: str, commit: bool) -> None:
         """Tell the outcome; returns when the sink has it."""
@@ -188,17 +197,20 @@ class SinkWorker:
         try:
             return work()
         except (OSError, ProtocolError) as error:
-            self._hear_last_words()
-            raise self._gone(str(error)) from error
+            raise self._last_words() or self._gone(str(error)) from error
 
-    def _hear_last_words(self) -> None:
-        """A sink that refuses may have closed while we were still sending: it has said why."""
+    def _last_words(self) -> ConnectorError | None:
+        """What a sink says that refuses: it may have closed while we were still sending."""
+        is_said = any(isinstance(frame, wire.Error) for frame in self._frames)
         with contextlib.suppress(OSError, ProtocolError, AttributeError):
-            self._socket.settimeout(1.0)
-            self._frames += self._parser.feed(self._socket.recv(SEND_BYTES))
-        for frame in self._frames:
-            if isinstance(frame, wire.Error):
-                raise self._refused(frame)
+            self._socket.settimeout(LAST_WORDS_S)
+            try:
+                self._frames += [] if is_said else self._parser.feed(self._socket.recv(SEND_BYTES))
+            finally:
+                self._socket.settimeout(self._options.timeout_s)
+        said = [frame for frame in self._frames if isinstance(frame, wire.Error)]
+        self._frames = [frame for frame in self._frames if not isinstance(frame, wire.Error)]
+        return self._refused(said[0]) if said else None
 
     def _refused(self, told: wire.Error) -> ConnectorError:
         kind = SinkGoneError if told.message.startswith(PASSING) else ConnectorError

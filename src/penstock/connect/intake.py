@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -12,12 +13,16 @@ from penstock.connect.registry import SourceRecord
 from penstock.connect.wire import Message
 from penstock.errors import UsageError
 from penstock.log.api import Limits, Part
-from penstock.log.compose import Composer
+from penstock.log.compose import Composer, EventOptions
 from penstock.log.letters import DeadLetter, readable
 from penstock.log.objects import Stream
 from penstock.records.arrow import UTC_MICROSECONDS, codec_of
 from penstock.records.documents import Documents, from_documents, not_json
-from penstock.records.event import DATA
+from penstock.records.event import DATA, from_microseconds, now_us
+
+Decoder = Callable[[bytes], object]
+OFFSET_MAX = (1 << 63) - 1
+"""A message's number may be larger than a field of a record holds; its id has all of it."""
 
 
 class Wrong(NamedTuple):
@@ -27,37 +32,103 @@ class Wrong(NamedTuple):
     reason: str
 
 
+class Received(NamedTuple):
+    """What came of a connector stream at once: messages that are stored or told as dead letters,
+    those of them that were `damaged`, and those that were `dropped` since they came again.
+    """
+
+    messages: Sequence[Message]
+    dropped: int
+    damaged: int
+    credits: int
+    error: str
+    """What was wrong with a message, if anything."""
+
+    def added(self, record: SourceRecord) -> SourceRecord:
+        """What is known of the stream with this."""
+        found = msgspec.structs.replace(
+            record,
+            messages=record.messages + len(self.messages),
+            bytes=record.bytes + sum(len(message.payload) for message in self.messages),
+            dropped=record.dropped + self.dropped,
+            damaged=record.damaged + self.damaged,
+            credits=self.credits,
+        )
+        if self.messages:
+            last = self.messages[-1]
+            found = msgspec.structs.replace(
+                found, point_of_ref=last.message_id, lag_ms=_age_ms(last)
+            )
+        if self.error:
+            found = msgspec.structs.replace(found, error=self.error, error_us=now_us())
+        return found
+
+
+def _age_ms(message: Message) -> int | None:
+    age_us = now_us() - message.event_time // 1000
+    return age_us // 1000 if message.event_time else None
+
+
 def to_parts(
-    composer: Composer, limits: Limits, stream: Stream, name: str, messages: Sequence[Message]
+    composer: Composer,
+    limits: Limits,
+    stream: Stream,
+    name: str,
+    messages: Sequence[Message],
+    decoder: Decoder | None = None,
 ) -> tuple[list[Part], list[Wrong]]:
     """The events that messages of the connector stream `name` are, and those that are none.
 
     An event's id is the connector stream's name and the message's number. Its key is the
     message's, or that name, so that what comes without a key keeps its order too; its time the
     message's, in nanoseconds since 1970. A stream that takes its key or time from a field does so.
+    Its data is what `decoder` makes of the message; without, that is JSON, or bytes.
     """
-    rows, wrong = _decoded(stream, messages, limits)
-    if wrong:
-        bad = dict(wrong)
-        told = [Wrong(messages[row], why) for row, why in sorted(bad.items())]
-        messages = [message for row, message in enumerate(messages) if row not in bad]
-        rows, _ = _decoded(stream, messages, limits)
-    else:
-        told = []
-    if not messages:
-        return [], told
     try:
-        return [composer.arrow_part(stream, _columns(stream, name, messages, rows))], told
-    except UsageError as error:
+        return _together(composer, limits, stream, name, messages, decoder)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a message makes fail is damage of that message
         if len(messages) == 1:
-            return [], [*told, Wrong(messages[0], str(error))]
+            return [], [Wrong(messages[0], _why(error))]
     parts: list[Part] = []
+    told: list[Wrong] = []
     half = len(messages) // 2  # which of them it is, is found by halves
     for some in (messages[:half], messages[half:]):
-        found, wrong_ones = to_parts(composer, limits, stream, name, some)
+        found, wrong = to_parts(composer, limits, stream, name, some, decoder)
         parts += found
-        told += wrong_ones
-    return parts, sorted(told, key=lambda wrong: wrong.message.message_id)
+        told += wrong
+    return parts, told
+
+
+def _together(
+    composer: Composer,
+    limits: Limits,
+    stream: Stream,
+    name: str,
+    messages: Sequence[Message],
+    decoder: Decoder | None,
+) -> tuple[list[Part], list[Wrong]]:
+    """Raises if one of the messages is refused by the stream as a whole, or cannot be decoded."""
+    if decoder is not None:
+        events = [
+            composer.admit(stream, decoder(message.payload), _options(stream, name, message))
+            for message in messages
+        ]
+        return [composer.part(stream, events)], []
+    rows, wrong = _decoded(stream, messages, limits)
+    bad = dict(wrong)
+    told = [Wrong(messages[row], why) for row, why in sorted(bad.items())]
+    if bad:
+        messages = [message for row, message in enumerate(messages) if row not in bad]
+        rows, _ = _decoded(stream, messages, limits)
+    if not messages:
+        return [], told
+    return [composer.arrow_part(stream, _columns(stream, name, messages, rows))], told
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
 
 
 def _columns(
@@ -81,7 +152,8 @@ def to_letters(
     """A dead letter for each message that cannot be stored, under the id it would have had."""
     told = [
         DeadLetter(
-            agent="", stream=record.stream, partition=0, offset=message.message_id,
+            agent="", stream=record.stream, partition=0,
+            offset=min(message.message_id, OFFSET_MAX),
             id=f"{record.name}/{message.message_id}",
             key=None if message.key is None else readable(message.key),
             data=readable(message.payload), error=reason, traceback="", tries=0,
@@ -103,6 +175,15 @@ def _decoded(stream: Stream, messages: Sequence[Message], limits: Limits) -> Doc
         data = pa.array([] if wrong else values, pa.binary())
         rows = pa.record_batch({DATA: data if is_bytes else data.cast(pa.string())})
     return Documents(rows, [*wrong, *_too_large(messages, limits)])
+
+
+def _options(stream: Stream, name: str, message: Message) -> EventOptions:
+    own_key, own_time = stream.spec.key is None, stream.spec.time is None and message.event_time
+    return EventOptions(
+        id=f"{name}/{message.message_id}",
+        key=(message.key or name.encode()) if own_key else None,
+        time=from_microseconds(message.event_time // 1000) if own_time else None,
+    )
 
 
 def _too_large(messages: Sequence[Message], limits: Limits) -> list[tuple[int, str]]:

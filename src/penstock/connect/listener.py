@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import itertools
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.effects import Close, Send
-from penstock.connect.intake import Wrong, to_letters, to_parts
+from penstock.connect.effects import CLOSED, SENT_AWAY, Close
+from penstock.connect.intake import Received, Wrong, to_letters, to_parts
 from penstock.connect.measuring import SourceMeter
-from penstock.connect.registry import Claim, Policy, Registry, this_owner
-from penstock.connect.serving import Connection, Server
+from penstock.connect.registry import (
+    Asked,
+    Claim,
+    Lease,
+    Owner,
+    Policy,
+    Registry,
+    SourceRecord,
+    this_owner,
+)
+from penstock.connect.serving import TICK_S, Connection, Server
 from penstock.connect.session import (
     Ask,
     Effect,
@@ -41,16 +52,26 @@ from penstock.errors import (
     PenstockError,
     ProtocolError,
 )
-from penstock.log.api import Log
+from penstock.log.api import Log, Part
 from penstock.log.compose import Composer
 from penstock.log.letters import DeadLetter, dead_name
-from penstock.log.objects import CreateStream, declare
+from penstock.log.objects import CreateStream, Stream, declare
 
+A = TypeVar("A")
+B = TypeVar("B")
 NAME_CHARS_MAX = 1000
+TOLD_MAX = 10
+"""So many streams are told of by name."""
 GRACE_S = 0.25
 """A connector that comes again at once may find its old connection not yet cleared away."""
 COMMITS_MAX = 8
+START_S = 60.0
+AS_USUAL = (CLOSED, SENT_AWAY)
+"""How connections end that nobody needs to worry about."""
 OnDamage = Literal["stop", "skip", "dead-letter"]
+DAMAGE: dict[OnDamage, str] = {
+    "stop": "the connection is ended", "skip": "left out", "dead-letter": "told as a dead letter",
+}  # fmt: skip
 
 
 class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,29 +96,40 @@ class ListenerOptions(msgspec.Struct, frozen=True, kw_only=True):
     hello_timeout_s: float = 10.0
     send_timeout_s: float = 30.0
     on_damage: OnDamage = "stop"
+    decoder: Callable[[bytes], object] | None = None
+    """What makes an event's data of a message; without, a message is JSON, or bytes."""
     metrics_interval_ms: int = 5_000
 
 
 class Listener:
     """Listens while its block lasts; leaving it lets every connection commit what it has.
 
+    `tell` hears who comes and goes, `warn` what connectors do wrong; without it, `tell` does.
+
     with Listener(log, ListenerOptions(routes=[("*", "orders")])) as listener:
         print(listener.address)
     """
 
     def __init__(
-        self, log: Log, options: ListenerOptions, tell: Callable[[str], None] = lambda line: None
+        self,
+        log: Log,
+        options: ListenerOptions,
+        tell: Callable[[str], None] = lambda line: None,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         self.log = log
         self.options = options
         self.tell = tell
+        self.warn = warn or tell
         self.registry = Registry(log, options.policy)
         self.commits = ThreadPoolExecutor(COMMITS_MAX, "penstock-commit")
         self.meter = SourceMeter(log, options.metrics_interval_ms)
         self.numbers = itertools.count(1)
+        self._routes: list[tuple[str, str]] = []
+        """The options' routes, with each stream's own name, however they write it."""
         self._server = Server(
             options.address, options.connections_max,
-            lambda peer, where: _Connection(self, peer, where), tell,
+            lambda peer, where: _Connection(self, peer, where), self.warn,
         )  # fmt: skip
 
     @property
@@ -106,12 +138,15 @@ class Listener:
         return self._server.address
 
     def __enter__(self) -> Self:
-        for _, stream in self.options.routes:
-            self.log.stream(stream)
+        self._routes = [
+            (pattern, str(self.log.stream(stream).name)) for pattern, stream in self.options.routes
+        ]
         if self.options.on_damage == "dead-letter":
-            ensure_letters(self.log, {stream for _, stream in self.options.routes})
+            ensure_letters(self.log, {stream for _, stream in self._routes})
+        self.registry.forget_leases()
         with contextlib.ExitStack() as exits:
             exits.callback(self.commits.shutdown)
+            start_all(self.commits, COMMITS_MAX)
             exits.callback(self.meter.close)
             self.meter.start()
             exits.enter_context(self._server)
@@ -128,10 +163,20 @@ class Listener:
 
     def target(self, name: str) -> str | None:
         """The stream of the log that a connector stream goes to."""
-        for pattern, stream in self.options.routes:
+        for pattern, stream in self._routes:
             if fnmatch.fnmatchcase(name, pattern):
                 return stream
         return None
+
+
+class Prepared(NamedTuple):
+    """What is to be committed of a stream; `wrong` is why the connection ends behind it."""
+
+    claim: Claim
+    record: SourceRecord
+    parts: list[Part]
+    has_messages: bool
+    wrong: str
 
 
 class _Connection(Connection):
@@ -145,16 +190,17 @@ class _Connection(Connection):
         self._number = next(listener.numbers)
         self._session = SourceSession(Terms(cookie=options.cookie, credits=options.credits))
         self._claims: dict[int, Claim] = {}
+        self._lease = Lease(listener.log)
         self._is_lost = False
         self._since = time.monotonic()
         self._patient_until = 0.0
         self._composer: Composer | None = None
 
     def gone(self, reason: str) -> None:
-        for claim in self._claims.values():
-            with contextlib.suppress(PenstockError):
-                claim.release()
-        self._listener.tell(f"{self._name} is gone: {reason}")
+        with contextlib.suppress(PenstockError):
+            self._lease.release()
+        tell = self._listener.tell if reason in AS_USUAL else self._listener.warn
+        tell(f"{self._name} is gone: {reason}")
 
     @property
     def _name(self) -> str:
@@ -171,8 +217,7 @@ class _Connection(Connection):
                 is_leaving = self._is_lost or self.server.stopping.is_set()
                 if is_leaving and not reason:
                     reason = self.carry_out([Flush(), *self._session.restart()])
-                for claim in self._claims.values():
-                    claim.renew()
+                self._renew()
             except FencedError:
                 reason = self.carry_out(self._session.restart())
             except PenstockError as error:
@@ -193,7 +238,7 @@ class _Connection(Connection):
         if data:
             return self._received(data)
         if data is not None:
-            return [] if self._is_lost else [Flush(), Close("it closed the connection")]
+            return [] if self._is_lost else [Flush(), Close(CLOSED)]
         return []
 
     def _received(self, data: bytes) -> Iterator[Effect]:
@@ -210,8 +255,6 @@ class _Connection(Connection):
     def done(self, effect: Effect) -> list[Effect]:
         """Do one thing; what follows from it."""
         match effect:
-            case Send(frame=frame):
-                self.send(frame)
             case Ask():
                 return self._ask(effect)
             case Flush():
@@ -224,25 +267,60 @@ class _Connection(Connection):
     # Streams
 
     def _ask(self, ask: Ask) -> list[Effect]:
-        session = self._session
-        stream = self._listener.target(ask.name)
-        if not ask.name or len(ask.name) > NAME_CHARS_MAX or not ask.name.isprintable():
-            return session.fail(f"a stream's name has 1 to {NAME_CHARS_MAX} printable characters")
-        if stream is None:
-            return session.fail(f"no route of this listener takes the stream {ask.name}")
-        owner = this_owner(self._number, session.program, session.instance)
-        take = self._listener.registry.take
-        while not isinstance(
-            found := take(ask.stream_id, ask.name, stream, owner, self._lose), Claim
-        ):
-            if time.monotonic() < self._patient_until:  # once for all that it asked for
-                self.server.stopping.wait(GRACE_S / 5)
-                continue
-            self._listener.tell(f"{self._name} asked for {ask.name}, which another one has")
-            return session.refused(ask.stream_id, found.point_of_ref)
-        self._claims[ask.stream_id] = found
-        self._listener.tell(f"{self._name} has {ask.name}")
-        return session.granted(ask.stream_id, found.record.point_of_ref)
+        """Take those that may be taken, many at once, and answer for each."""
+        asked: list[Asked] = []
+        for stream_id, name in ask.streams:
+            stream = self._listener.target(name)
+            if wrong := _why_no_stream(name, stream):
+                return self._session.fail(wrong)
+            asked.append(Asked(stream_id, name, stream or ""))
+        self._lease.renew()
+        found = list(zip(asked, self._together(self._take, asked), strict=True))
+        self._tell("has", [asked.name for asked, claim in found if isinstance(claim, Claim)])
+        others = [asked.name for asked, claim in found if not isinstance(claim, Claim)]
+        self._tell("asked in vain, since another one has them, for", others)
+        return [effect for asked, claim in found for effect in self._answer(asked, claim)]
+
+    def _tell(self, what: str, names: Sequence[str]) -> None:
+        if names:
+            more = f" and {len(names) - TOLD_MAX:,} others" if len(names) > TOLD_MAX else ""
+            self._listener.tell(f"{self._name} {what} {', '.join(names[:TOLD_MAX])}{more}")
+
+    def _take(self, asked: Asked) -> Claim | SourceRecord:
+        take, token = self._listener.registry.take, self._lease.token
+        while not isinstance(found := take(asked, self._owner, token, self._lose), Claim):
+            if time.monotonic() >= self._patient_until:  # once for all that it asked for
+                return found
+            self.server.stopping.wait(GRACE_S / 5)
+        return found
+
+    def _answer(self, asked: Asked, found: Claim | SourceRecord) -> list[Effect]:
+        if isinstance(found, Claim):
+            self._claims[asked.stream_id] = found
+            return self._session.granted(asked.stream_id, found.record.point_of_ref)
+        return self._session.refused(asked.stream_id, found.point_of_ref)
+
+    @functools.cached_property
+    def _owner(self) -> Owner:
+        return this_owner(self._number, self._session.program, self._session.instance)
+
+    def _renew(self) -> None:
+        if self._claims:
+            self._lease.renew()
+
+    def _together(self, do: Callable[[A], B], items: Sequence[A]) -> list[B]:
+        """Do it for each, several at once; what is had is kept meanwhile.
+
+        All of them are over when this returns or raises: nobody else uses a claim while one runs.
+        """
+        if len(items) <= 1:
+            return [do(item) for item in items]
+        running = {self._listener.commits.submit(do, item): item for item in items}
+        going: set[Future[B]] = set(running)
+        while going:
+            _, going = wait(going, TICK_S)
+            self._renew()
+        return [future.result() for future in running]
 
     def _lose(self) -> None:
         """Another connection took one of the streams: wake the thread, so that it says so."""
@@ -252,55 +330,63 @@ class _Connection(Connection):
     # Messages
 
     def _flush(self) -> list[Effect]:
-        """Commit everything that was received, each stream on its own, all at once."""
-        waiting = [intake for intake in self._session.intakes.values() if intake.messages]
-        if len(waiting) <= 1:
-            found = [self._commit(intake) for intake in waiting]
+        """Commit everything that was received, each stream on its own, several at once.
+
+        Where there are many, they are prepared first: threads that compute would keep waiting
+        those that commit.
+        """
+        waiting = self._session.waiting()
+        names = {self._claims[intake.stream_id].record.stream for intake in waiting}
+        streams = {name: self._log.stream(name) for name in names}
+        if len(waiting) <= COMMITS_MAX:
+            done = self._together(lambda i: self._save(self._prepare(i, streams)), waiting)
         else:
-            commits = [self._listener.commits.submit(self._commit, intake) for intake in waiting]
-            wait(commits)  # all of them: nobody else may use a claim while one still runs
-            found = [commit.result() for commit in commits]
-        points = [(i.stream_id, point) for i, (point, _) in zip(waiting, found, strict=True)
-                  if point is not None]  # fmt: skip
+            ready = []
+            for intake in waiting:
+                ready.append(self._prepare(intake, streams))
+                self._renew()
+            done = self._together(self._save, ready)
+        points = [(p.claim.stream_id, p.record.point_of_ref) for p in done if p.has_messages]
         effects = self._session.committed(points)
-        wrong = next((wrong for _, wrong in found if wrong is not None), None)
-        if wrong is not None and self._session.state != "closed":
+        wrong = next((prepared.wrong for prepared in done if prepared.wrong), "")
+        if wrong and self._session.state != "closed":
             effects += self._session.fail(wrong)
         return effects
 
-    def _commit(self, intake: Intake) -> tuple[int | None, str | None]:
-        """Up to which message the log has it now; and what is wrong with the next one."""
+    def _prepare(self, intake: Intake, streams: Mapping[str, Stream]) -> Prepared:
+        """What is to be stored of a connector stream, and why the connection ends behind it."""
         claim = self._claims[intake.stream_id]
+        stream = streams[claim.record.stream]
         messages, dropped = intake.taken(), intake.taken_dropped()
-        stream = self._log.stream(claim.record.stream)
-        composer = self._composed()
-        parts, wrong = to_parts(composer, self._log.limits, stream, intake.name, messages)
-        reason = None
+        composer, limits = self._composed(), self._log.limits
+        decoder = self._listener.options.decoder
+        parts, wrong = to_parts(composer, limits, stream, intake.name, messages, decoder)
         on_damage = self._listener.options.on_damage
-        if wrong and on_damage == "dead-letter":
-            letters = self._log.stream(dead_name(claim.record.stream))
-            parts.append(to_letters(composer, letters, claim.record, wrong))
+        told = self._tell_damage(intake, wrong[0]) if wrong else ""
         if wrong and on_damage == "stop":
             first = wrong[0].message.message_id
             messages = [message for message in messages if message.message_id < first]
-            parts, _ = to_parts(composer, self._log.limits, stream, intake.name, messages)
-            wrong = wrong[:1]
-            reason = f"{_why(intake, wrong[0])}, so stream {stream.name} cannot hold it"
-        if not messages:
-            return None, reason
-        record = msgspec.structs.replace(
-            claim.record,
-            point_of_ref=messages[-1].message_id,
-            messages=claim.record.messages + len(messages),
-            bytes=claim.record.bytes + sum(len(message.payload) for message in messages),
-            dropped=claim.record.dropped + dropped,
-            damaged=claim.record.damaged + (0 if reason else len(wrong)),
-            credits=self._session.credits,
-            lag_ms=_age_ms(messages[-1]),
-        )
-        claim.save(record, parts)
-        self._listener.meter.note(record)
-        return record.point_of_ref, reason
+            parts, _ = to_parts(composer, limits, stream, intake.name, messages, decoder)
+            wrong = []
+        elif wrong and on_damage == "dead-letter":
+            letters = self._log.stream(dead_name(claim.record.stream))
+            parts.append(to_letters(composer, letters, claim.record, wrong))
+        counts = Received(messages, dropped, len(wrong), self._session.credits, told)
+        ends = f"{told}, so stream {stream.name} cannot hold it"
+        is_end = told and on_damage == "stop"
+        record = counts.added(claim.record)
+        return Prepared(claim, record, parts, bool(messages), ends if is_end else "")
+
+    def _tell_damage(self, intake: Intake, wrong: Wrong) -> str:
+        told = f"message {wrong.message.message_id} of {intake.name}: {wrong.reason}"
+        becomes = DAMAGE[self._listener.options.on_damage]
+        self._listener.warn(f"{self._name}: {told} ({becomes})")
+        return told
+
+    def _save(self, prepared: Prepared) -> Prepared:
+        prepared.claim.save(prepared.record, prepared.parts)
+        self._listener.meter.note(prepared.record)
+        return prepared
 
     def _composed(self) -> Composer:
         if self._composer is None:
@@ -309,19 +395,26 @@ class _Connection(Connection):
         return self._composer
 
 
+def _why_no_stream(name: str, stream: str | None) -> str:
+    if not name or len(name) > NAME_CHARS_MAX or not name.isprintable():
+        return f"a stream's name has 1 to {NAME_CHARS_MAX} printable characters"
+    return f"no route of this listener takes the stream {name}" if stream is None else ""
+
+
+def start_all(threads: ThreadPoolExecutor, count: int) -> None:
+    """Start so many threads now: one that cannot be started later would leave its work behind."""
+    barrier = threading.Barrier(count + 1)
+    try:
+        for _ in range(count):
+            threads.submit(barrier.wait, START_S)
+        barrier.wait(START_S)
+    finally:
+        barrier.abort()
+
+
 def ensure_letters(log: Log, streams: Iterable[str]) -> None:
     """Make the streams of dead letters that are not there."""
     known = {str(stream.name) for stream in log.streams()}
-    new = [dead_name(stream) for stream in sorted(streams) if dead_name(stream) not in known]
-    if new:
-        with contextlib.suppress(ObjectExistsError):  # another listener made them just now
-            log.apply([CreateStream(declare(name, DeadLetter)) for name in new])
-
-
-def _age_ms(message: wire.Message) -> int | None:
-    age_ns = time.time_ns() - message.event_time
-    return age_ns // 1_000_000 if message.event_time else None
-
-
-def _why(intake: Intake, wrong: Wrong) -> str:
-    return f"message {wrong.message.message_id} of {intake.name}: {wrong.reason}"
+    for name in sorted({dead_name(stream) for stream in streams} - known):
+        with contextlib.suppress(ObjectExistsError):  # another listener made it just now
+            log.apply([CreateStream(declare(name, DeadLetter))])

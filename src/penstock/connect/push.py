@@ -9,7 +9,7 @@ has not heard the outcome of: commit if the decision names the transaction, else
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +23,8 @@ from penstock.log.documents import documents_of
 from penstock.records.event import DELETED, partitions_of
 
 Row = tuple[bytes | None, int, bytes]
+Encoder = Callable[..., bytes]
+ENCODED = "_encoded"
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -84,7 +86,11 @@ class Target(msgspec.Struct, frozen=True):
         return SinkWorker(self.address, worker, (*step, time.time_ns()), self.options)
 
     def push(self, worker: str, batches: Iterable[list[Row]], step: Step) -> SinkVote:
-        """Send a worker its share and ask for the vote. Raises `SinkGoneError` unless it is yes."""
+        """Send a worker its share and ask for the vote.
+
+        Unless it is yes, raises `SinkGoneError`; or `ConnectorError`, with the reason, where the
+        sink says that it would refuse the same again.
+        """
         with self.dialled(worker, step) as sink:
             if sink.uncommitted:
                 raise SinkGoneError(
@@ -96,11 +102,15 @@ class Target(msgspec.Struct, frozen=True):
                 count += len(rows)
             transaction = f"{worker}/{step.epoch}.{step.batch}"
             if not sink.vote(transaction, sink.committed):
-                raise SinkGoneError(
-                    f"worker {worker} of the sink at {self.address} votes against batch "
-                    f"{step.batch}: what it prints says why; it is asked again"
-                )
+                raise self._against(sink, step.batch)
             return SinkVote(worker, transaction, sink.committed, sink.sent, count)
+
+    def _against(self, sink: SinkWorker, batch: int) -> ConnectorError:
+        """Why a batch was voted against. Not every sink says so; what it prints may."""
+        why = sink.refusal or SinkGoneError("it does not say why; what it prints may")
+        return type(why)(
+            f"worker {sink.worker} of the sink at {self.address} votes against batch {batch}: {why}"
+        )
 
     def tell(self, vote: SinkVote, step: Step) -> None:
         """The decision is saved: make it visible."""
@@ -145,14 +155,20 @@ class Target(msgspec.Struct, frozen=True):
             )
 
 
-def rows_of(batch: Batch, slot: int = 0, slots: int = 1) -> Iterator[Row]:
-    """Key, time and data of each event that is the slot's: JSON, or bytes as they are."""
+def rows_of(
+    batch: Batch, slot: int = 0, slots: int = 1, encoder: Encoder | None = None
+) -> Iterator[Row]:
+    """Key, time and data of each event that is the slot's: JSON, or bytes as they are, or what the
+    encoder makes of its data.
+    """
     whole = batch.to_arrow([*batch.data().schema.names, DELETED, "_key", "_time"])
+    if encoder is not None:
+        whole = whole.append_column(ENCODED, _encoded(batch, encoder))
     if slots > 1:
         homes = partitions_of(whole.column("_key"), slots, 0)
         whole = whole.filter(pc.equal(homes, slot))
-    # An entry that was deleted has no data.
-    documents = documents_of(batch.stream, whole).fill_null(b"")
+    documents = documents_of(batch.stream, whole) if encoder is None else whole.column(ENCODED)
+    documents = documents.fill_null(b"")  # an entry that was deleted has no data
     times = whole.column("_time").cast(pa.int64())
     columns: Iterable[Row] = zip(
         whole.column("_key").to_pylist(),
@@ -161,3 +177,8 @@ def rows_of(batch: Batch, slot: int = 0, slots: int = 1) -> Iterator[Row]:
         strict=True,
     )
     yield from columns
+
+
+def _encoded(batch: Batch, encoder: Encoder) -> pa.Array:
+    made = [None if value is None else encoder(value) for value in batch.values()]
+    return pa.array(made, pa.binary())

@@ -44,7 +44,7 @@ class SinkClient(Generic[T]):
     def __init__(
         self,
         address: str,
-        folder: Path,
+        folder: Path | str,
         *,
         decoder: Decoder[T] = cast(Decoder[T], _as_it_is),
         options: SinkOptions = SinkOptions(),
@@ -53,13 +53,13 @@ class SinkClient(Generic[T]):
     ) -> None:
         if not is_closed(address, options.cookie):
             raise UsageError(f"anybody who reaches {address} could write: set a cookie")
-        self._folder = folder
+        self._folder = Path(folder)
         self._decoder = decoder
         self._bytes_max = spool_bytes_max
         self._spool: Spool | None = None
         self._exits = contextlib.ExitStack()
         self._host = SinkHost(
-            lambda worker: SpoolSink(self._opened(), worker), folder,
+            lambda worker: SpoolSink(self._opened(), worker), self._folder,
             msgspec.structs.replace(options, address=address), tell,
         )  # fmt: skip
         self.last: Kept | None = None

@@ -4,14 +4,16 @@ Both are one record in the log's progress. An owner commits what it receives und
 own producer name, together with the record; so whoever takes the stream over fences it, in
 whatever process or machine it runs, and no message is ever stored twice.
 
-A record counts as owned until its time is over, which every commit moves on; a process of this
-machine that is gone owns nothing any more.
+A stream is owned while its connection has its lease, which the connection renews for all of its
+streams at once; a process of this machine that is gone owns nothing any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import secrets
 import socket
 import threading
 import weakref
@@ -22,29 +24,39 @@ from typing import Literal
 import msgspec
 
 from penstock.connect import wire
-from penstock.errors import FencedError
+from penstock.errors import ConnectorError, FencedError, UnknownObjectError
 from penstock.log.api import Commit, Holder, Log, Part
 from penstock.log.commit import commit_surely, next_sequence
 from penstock.records.event import now_us
 
 Policy = Literal["oldest", "takeover"]
 PREFIX = "source/"
+LEASES = "source-lease/"
 LEASE_S = 15.0
+FORGET_S = 86_400.0
+"""A lease that nobody gave back is forgotten so long after it has ended."""
 LOST_MAX = 100
+LOCKS = 64
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """A connector on a listener. `process` tells one start of a process from another."""
+    """A connector on a listener.
+
+    `process` tells one start of a process from another, and `space` where such numbers mean the
+    same: containers may share the name of a host, and not its processes.
+    """
 
     host: str
     process: str
     connection: int
     program: str
     instance: str
+    space: str = ""
 
     def is_gone(self) -> bool:
         """Whether it is surely no more: its process was on this machine, and is not there."""
-        return self.host == _host() and self.process not in ("", _started(_pid(self.process)))
+        is_here = self.host == _host() and self.space == _space() != ""
+        return is_here and self.process not in ("", _started(_pid(self.process)))
 
 
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +66,10 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     stream: str
     point_of_ref: int = wire.NEVER
     owner: Owner | None = None
+    lease: str = ""
+    """That of the owner's connection. Records of earlier versions have none."""
     until_us: int = 0
+    """How long the owner has it at least: where there is a lease, as that says."""
     lost: tuple[str, ...] = ()
     """Instances that it was taken from, and that do not get it back while its owner lives."""
     messages: int = 0
@@ -68,9 +83,46 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How many frames the connector might still send, when it last sent something."""
     lag_ms: int | None = None
     """How old the last message was when it was stored, if it said its time."""
+    error: str = ""
+    """What was last wrong with a message, and when that was."""
+    error_us: int = 0
 
     def is_owned(self) -> bool:
         return self.owner is not None and self.until_us > now_us() and not self.owner.is_gone()
+
+
+class Lease:
+    """How long a connection has its streams: one record for all of them.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self.token = secrets.token_hex(8)
+        self._key = f"{LEASES}{self.token}"
+        self._holder: Holder | None = None
+        self._sequence = 0
+        self._until_us = 0
+
+    def renew(self) -> None:
+        """Move its end on, where that is near."""
+        if self._until_us < now_us() + int(LEASE_S * 1e6) // 2:
+            until_us = _until_us()
+            self._save(msgspec.json.encode(until_us))
+            self._until_us = until_us
+
+    def release(self) -> None:
+        """Give back every stream that is still had."""
+        if self._holder is not None:
+            self._save(None)
+            self._until_us = 0
+
+    def _save(self, value: bytes | None) -> None:
+        if self._holder is None:
+            self._holder = self._log.hold(self._key, ephemeral=True)
+        commit_surely(self._log, self._holder, self._sequence, Commit(progress={self._key: value}))
+        self._sequence += 1
 
 
 class Claim:
@@ -95,15 +147,18 @@ class Claim:
         self._sequence += 1
         self.record = leased
 
-    def renew(self) -> None:
-        """Keep the stream though nothing comes, where its time would be over soon."""
-        if self.record.until_us < now_us() + int(LEASE_S * 1e6) // 2:
-            self.save(self.record, [])
-
     def release(self) -> None:
         """Give the stream back; does nothing if it was taken."""
         with contextlib.suppress(FencedError):
-            self.save(msgspec.structs.replace(self.record, owner=None, lost=()), [])
+            self.save(msgspec.structs.replace(self.record, owner=None, lease="", lost=()), [])
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A connector stream, and the stream of the log that it goes to."""
+
+    stream_id: int
+    name: str
+    stream: str
 
 
 class Registry:
@@ -113,11 +168,13 @@ class Registry:
         self._log = log
         self._policy = policy
         self._lock = threading.Lock()
+        self._one_by_one = [threading.Lock() for _ in range(LOCKS)]
+        """Of those who ask this registry for one stream at once, each is answered in turn."""
         self._lost: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
         """Whom to tell; a connection that is gone is not held on to."""
 
     def take(
-        self, stream_id: int, name: str, stream: str, owner: Owner, on_lost: Callable[[], None]
+        self, asked: Asked, owner: Owner, lease: str, on_lost: Callable[[], None]
     ) -> Claim | SourceRecord:
         """The stream for this owner; or its record, if another one keeps it.
 
@@ -126,30 +183,37 @@ class Registry:
 
         1. Look whether it is free, or may be taken.
         2. Hold its producer: from here on, whoever had it can commit no more.
-        3. Read the record again, since it may have been moved on before that.
+        3. Read the record again, since it may have been moved on before that. If somebody else
+           was given it meanwhile, leave it to them: they come again, and get it.
         4. Save it with the new owner; who is fenced here was not the last to try.
         """
-        found = self.record(stream_id)
+        with self._one_by_one[asked.stream_id % LOCKS]:
+            return self._take(asked, owner, lease, on_lost)
+
+    def _take(
+        self, asked: Asked, owner: Owner, lease: str, on_lost: Callable[[], None]
+    ) -> Claim | SourceRecord:
+        found = self.record(asked.stream_id)
         if found is not None and not self._may_take(found, owner):
             return found
-        holder = self._log.hold(progress_key(stream_id))
-        before = self.record(stream_id) or SourceRecord(name=name, stream=stream)
+        holder = self._log.hold(progress_key(asked.stream_id))
+        new = SourceRecord(name=asked.name, stream=asked.stream)
+        before = self.record(asked.stream_id) or new
+        if not self._may_take(before, owner):
+            return before
         taken_from = before.owner if before.is_owned() else None
-        lost: tuple[str, ...] = ()
-        if taken_from is not None:
-            others = {*before.lost, taken_from.instance} - {owner.instance}
-            lost = tuple(sorted(others))[:LOST_MAX]
         record = msgspec.structs.replace(
-            before, name=name, stream=stream, owner=owner, opened=before.opened + 1, lost=lost
-        )
-        claim = Claim(self._log, stream_id, holder, record)
+            before, name=asked.name, stream=asked.stream, owner=owner, lease=lease,
+            opened=before.opened + 1, lost=_lost(before, taken_from, owner),
+        )  # fmt: skip
+        claim = Claim(self._log, asked.stream_id, holder, record)
         try:
             claim.save(record, [])
         except FencedError:
-            return self.record(stream_id) or record
+            return self.record(asked.stream_id) or record
         with self._lock:
-            earlier = self._lost.get(stream_id)
-            self._lost[stream_id] = weakref.WeakMethod(on_lost)
+            earlier = self._lost.get(asked.stream_id)
+            self._lost[asked.stream_id] = weakref.WeakMethod(on_lost)
         tell = None if earlier is None else earlier()
         if taken_from is not None and tell is not None:
             tell()
@@ -164,13 +228,80 @@ class Registry:
 
     def record(self, stream_id: int) -> SourceRecord | None:
         packed = self._log.progress(progress_key(stream_id))
-        return None if packed is None else msgspec.json.decode(packed, type=SourceRecord)
+        if packed is None:
+            return None
+        found = msgspec.json.decode(packed, type=SourceRecord)
+        if found.owner is None or not found.lease:
+            return found
+        until = self._log.progress(f"{LEASES}{found.lease}")
+        return _leased(found, until)
+
+    def forget_leases(self) -> None:
+        """Remove what connections left behind whose process was killed."""
+        long_ago = now_us() - int(FORGET_S * 1e6)
+        leases = self._log.progress_items(LEASES).items()
+        ended = {key: None for key, until in leases if msgspec.json.decode(until) < long_ago}
+        if ended:
+            name = f"{LEASES}sweep/{secrets.token_hex(8)}"
+            holder = self._log.hold(name, ephemeral=True)
+            commit_surely(self._log, holder, 0, Commit(progress=ended))
+
+
+def _lost(before: SourceRecord, taken_from: Owner | None, owner: Owner) -> tuple[str, ...]:
+    if taken_from is None:
+        return ()
+    return tuple(sorted({*before.lost, taken_from.instance} - {owner.instance}))[:LOST_MAX]
+
+
+def _leased(record: SourceRecord, until: bytes | None) -> SourceRecord:
+    """The record with the end of its lease, which is over if there is none."""
+    until_us = 0 if until is None else msgspec.json.decode(until, type=int)
+    return msgspec.structs.replace(record, until_us=until_us)
 
 
 def records(log: Log) -> Iterator[SourceRecord]:
     """Every connector stream that the log knows."""
-    for packed in log.progress_items(PREFIX).values():
-        yield msgspec.json.decode(packed, type=SourceRecord)
+    return (record for _, record in numbered_records(log))
+
+
+def numbered_records(log: Log) -> Iterator[tuple[int, SourceRecord]]:
+    """The same, each with its id: names are for people, and may be the same."""
+    leases = log.progress_items(LEASES)
+    for key, packed in log.progress_items(PREFIX).items():
+        found = msgspec.json.decode(packed, type=SourceRecord)
+        if found.lease:
+            found = _leased(found, leases.get(f"{LEASES}{found.lease}"))
+        yield int(key.removeprefix(PREFIX), 16), found
+
+
+def amend(
+    log: Log, stream_id: int, change: Callable[[SourceRecord], SourceRecord | None]
+) -> SourceRecord:
+    """Change what is kept of a stream, or forget it; what was kept before.
+
+    Nobody else has the stream meanwhile. Raises `ConnectorError` if somebody has it now.
+    """
+    registry, key = Registry(log), progress_key(stream_id)
+    _check_free(registry.record(stream_id))
+    holder = log.hold(key)
+    before = _check_free(registry.record(stream_id))
+    after = change(before)
+    packed = None if after is None else msgspec.json.encode(after)
+    try:
+        sequence = next_sequence(log, key)
+        commit_surely(log, holder, sequence, Commit(progress={key: packed}))
+    except FencedError:
+        raise ConnectorError(f"a connector has just taken {before.name}: stop it first") from None
+    return before
+
+
+def _check_free(record: SourceRecord | None) -> SourceRecord:
+    if record is None:
+        raise UnknownObjectError("nothing is kept of this connector stream any more")
+    if record.is_owned() and record.owner is not None:
+        who = f"{record.owner.program} {record.owner.instance}".strip()
+        raise ConnectorError(f"the connector {who} has {record.name}: stop it first")
+    return record
 
 
 def progress_key(stream_id: int) -> str:
@@ -180,7 +311,7 @@ def progress_key(stream_id: int) -> str:
 
 def this_owner(connection: int, program: str, instance: str) -> Owner:
     """The owner that a connection of this process is."""
-    return Owner(_host(), _started(os.getpid()), connection, program, instance)
+    return Owner(_host(), _started(os.getpid()), connection, program, instance, _space())
 
 
 def _until_us() -> int:
@@ -189,6 +320,16 @@ def _until_us() -> int:
 
 def _host() -> str:
     return socket.gethostname()
+
+
+@functools.cache
+def _space() -> str:
+    """What the numbers of processes are the same in: a start of the machine, and a container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 def _pid(process: str) -> int:

@@ -11,20 +11,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.connect import wire
+from penstock.connect import effects, wire
 from penstock.connect.addresses import announced, listening_at
-from penstock.connect.effects import PASSING, Close
-from penstock.connect.sockets import set_up
+from penstock.connect.effects import PASSING, Close, Send
+from penstock.connect.sockets import connections_for, set_up
 from penstock.errors import UsageError
 
 TICK_S = 0.5
 """How often a thread that waits looks whether it is to stop."""
 LINGER_S = 1.0
 """How long a peer that was told something may take to hang up."""
+REFUSE_S = 0.1
+"""The same for one that is not taken: others wait behind it."""
 READ_BYTES = 1 << 18
 GATHER_BYTES = 1 << 22
 
@@ -67,12 +69,14 @@ class Server:
             where, why = "{}:{}".format(*self._where), os.strerror(error.errno or 0)
             raise UsageError(f"cannot listen at {where}: {why}") from error
         try:
+            self._most = connections_for(self._most, self._tell)
             self._socket.settimeout(TICK_S)
             self._announced.enter_context(announced(self._name, self.address))
+            self._thread.start()
         except BaseException:
+            self._announced.close()
             self._socket.close()
             raise
-        self._thread.start()
         return self
 
     def __exit__(
@@ -102,12 +106,20 @@ class Server:
                 self._tell(f"a connection could not be taken: {error}")
                 self.stopping.wait(TICK_S)
                 continue
-            with self._lock:
-                is_full = len(self._connections) >= self._most
-            if is_full:
-                self._refuse(peer)
-            else:
-                self._begin(self._make(peer, f"{address[0]}:{address[1]}"))
+            where = f"{address[0]}:{address[1]}"
+            try:
+                self._take(peer, where)
+            except Exception as error:  # such as that no thread can be started: others live on
+                self._tell(f"a connection from {where} could not be taken: {error}")
+                self._refuse(peer, str(error))
+
+    def _take(self, peer: socket.socket, where: str) -> None:
+        with self._lock:
+            is_full = len(self._connections) >= self._most
+        if is_full:
+            self._refuse(peer, f"{self._most} connections are open already")
+        else:
+            self._begin(self._make(peer, where))
 
     def _begin(self, connection: Connection) -> None:
         number = next(self._numbers)
@@ -119,13 +131,17 @@ class Server:
         connection.begin(self, forget)
         with self._lock:
             self._connections[number] = connection
-        connection.thread.start()
+        try:
+            connection.thread.start()
+        except BaseException:
+            forget()
+            raise
 
-    def _refuse(self, peer: socket.socket) -> None:
+    def _refuse(self, peer: socket.socket, why: str) -> None:
         with contextlib.suppress(OSError), peer:
-            peer.settimeout(TICK_S)
-            full = f"{PASSING}{self._most} connections are open already"
-            peer.sendall(wire.encode(wire.Error(full)))
+            peer.settimeout(REFUSE_S)
+            peer.sendall(wire.encode(effects.error(f"{PASSING}{why}").frame))
+            part(peer)
 
 
 class Connection:
@@ -150,7 +166,7 @@ class Connection:
         raise NotImplementedError
 
     def done(self, effect: Any) -> Iterable[Any]:
-        """Do one thing that the session asks for; what follows from it."""
+        """Do one thing that the session asks for, other than sending; what follows from it."""
         raise NotImplementedError
 
     def gone(self, reason: str) -> None:
@@ -163,8 +179,8 @@ class Connection:
             with self._socket:
                 set_up(self._socket)
                 self._socket.settimeout(TICK_S)
-                reason = self.talk()
-                self._part()
+                reason = self._talk()
+                part(self._socket)
         except OSError as error:
             reason = f"the connection broke: {error}"
         finally:
@@ -173,13 +189,16 @@ class Connection:
             finally:
                 self._forget()
 
-    def _part(self) -> None:
-        """Have the peer hear the last words: closed with something unread, they would be lost."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-            deadline = time.monotonic() + LINGER_S
-            while time.monotonic() < deadline and self._socket.recv(READ_BYTES):
-                pass
+    def _talk(self) -> str:
+        """Whatever fails here, the peer hears of it and may come again."""
+        try:
+            return self.talk()
+        except OSError:
+            raise
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            self.send([effects.error(f"{PASSING}{told}").frame])
+            return f"it failed here: {told}"
 
     def interrupt(self) -> None:
         """Have reading end; what the thread is doing is done first. From any thread."""
@@ -207,17 +226,38 @@ class Connection:
             self._socket.settimeout(TICK_S)
         return b"".join(parts)
 
-    def send(self, frame: wire.Frame) -> None:
-        self._socket.settimeout(self._send_timeout_s)
-        self._socket.sendall(wire.encode(frame))
-        self._socket.settimeout(TICK_S)
+    def send(self, frames: Sequence[wire.Frame]) -> None:
+        if frames:
+            self._socket.settimeout(self._send_timeout_s)
+            self._socket.sendall(b"".join(map(wire.encode, frames)))
+            self._socket.settimeout(TICK_S)
 
     def carry_out(self, effects: Iterable[Any]) -> str:
-        """Do what the session asks for, one after the other; why it is over, if it is."""
+        """Do what the session asks for, one after the other; why it is over, if it is.
+
+        What it says in a row is sent at once.
+        """
+        said: list[wire.Frame] = []
+        reason = ""
         for effect in effects:
+            if isinstance(effect, Send):
+                said.append(effect.frame)
+                continue
+            self.send(said)
+            said = []
             if isinstance(effect, Close):
                 return effect.reason
             reason = self.carry_out(self.done(effect))
             if reason:
                 return reason
+        self.send(said)
         return ""
+
+
+def part(peer: socket.socket) -> None:
+    """Have the peer hear the last words: closed with something unread, they would be lost."""
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + LINGER_S
+        while time.monotonic() < deadline and peer.recv(READ_BYTES):
+            pass

@@ -15,18 +15,22 @@ from typing import Literal
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.effects import Close, Send, error
+from penstock.connect.effects import SENT_AWAY, Close, Send, error
 
 State = Literal["connected", "streaming", "closed"]
+ASK_MAX = 256
+"""So many streams are asked about together."""
 EOS_DRIFT = 1
 """Old clients do not charge the end of a stream: so many frames too many for each are let pass."""
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Find out whether the connector may have this stream; `granted` or `refused` is the answer."""
+    """Find out whether the connector may have these streams, each by its id and name.
 
-    stream_id: int
-    name: str
+    `granted` or `refused` is the answer, for each of them.
+    """
+
+    streams: tuple[tuple[int, str], ...]
 
 
 class Flush(msgspec.Struct, frozen=True):
@@ -105,6 +109,10 @@ class SourceSession:
         self._used = 0
         self._drift = 0
         self._asked: dict[int, str] = {}
+        self._new: dict[int, str] = {}
+        """Those of them that nobody was asked about yet."""
+        self._waiting: dict[int, Intake] = {}
+        """The streams of which something waits to be made durable."""
 
     def receive(self, frames: Iterable[wire.Frame]) -> Iterator[Effect]:
         """What is to be done about frames; nothing after a `Close`.
@@ -114,12 +122,26 @@ class SourceSession:
         for frame in frames:
             if self.state == "closed":
                 return
+            if self._new and not (isinstance(frame, wire.Notify) and len(self._new) < ASK_MAX):
+                yield self._ask()
             if type(frame) is wire.Message and self.state == "streaming":
                 if wrong := self._message(frame):
                     yield from self.fail(wrong)
             else:
                 yield from self._other(frame)
+        if self._new:
+            yield self._ask()
         yield Flush()
+
+    def _ask(self) -> Ask:
+        """For all that the connector asks for in a row: many are found out together."""
+        asked, self._new = Ask(tuple(self._new.items())), {}
+        return asked
+
+    def waiting(self) -> list[Intake]:
+        """The streams of which something is to be made durable now."""
+        found, self._waiting = self._waiting.values(), {}
+        return [intake for intake in found if intake.messages]
 
     def _other(self, frame: wire.Frame) -> list[Effect]:
         if isinstance(frame, wire.Hello):
@@ -157,8 +179,8 @@ class SourceSession:
             return self.fail(f"stream {frame.name} was asked for twice")
         if len(self.intakes) + len(self._asked) >= self._terms.streams_max:
             return self.fail(f"a connection has at most {self._terms.streams_max} streams")
-        self._asked[frame.stream_id] = frame.name
-        return [Ask(frame.stream_id, frame.name)]
+        self._asked[frame.stream_id] = self._new[frame.stream_id] = frame.name
+        return []
 
     def _message(self, frame: wire.Message) -> str:
         """What is wrong with a message, if anything."""
@@ -167,6 +189,7 @@ class SourceSession:
         intake = self.intakes.get(frame.stream_id)
         if intake is None:
             return f"a message of stream {frame.stream_id}, which is not open"
+        self._waiting[frame.stream_id] = intake
         return intake.take(frame)
 
     def _eos(self, frame: wire.Eos) -> list[Effect]:
@@ -213,7 +236,7 @@ class SourceSession:
     def restart(self, address: str = "") -> list[Effect]:
         """Send the connector away; it comes back and asks for its streams anew."""
         self.state = "closed"
-        return [Send(wire.Restart(address)), Close("it was told to come again")]
+        return [Send(wire.Restart(address)), Close(SENT_AWAY)]
 
     def fail(self, reason: str) -> list[Effect]:
         """End the connection, telling why; what was received before is still made durable."""

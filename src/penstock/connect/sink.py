@@ -1,15 +1,18 @@
 """For authors of sinks: what is particular to a target, and the host around it.
 
-    class Lines(Sink):
-        def __init__(self, worker): ...
-        def open(self, committed, kept): ...  # what was neither committed nor voted for is gone
-        def append(self, messages): ...
-        def flush(self): ...                  # durable, not yet visible
-        def commit(self, start, end): ...     # visible; may be called again after a crash
-        def abort(self, start): ...           # everything from `start` on is gone
+    class Lines:
+        def __init__(self, worker: str) -> None: ...
+        def open(self, committed: int, kept: int | None) -> None: ...
+        def append(self, messages: Sequence[Message]) -> None: ...
+        def flush(self) -> None: ...                        # durable, not yet visible
+        def commit(self, start: int, end: int) -> None: ... # visible; may be called again
+        def abort(self, start: int) -> None: ...            # everything from `start` on is gone
+        def close(self) -> None: ...
 
-    with SinkHost(Lines, Path("lines"), SinkOptions(address="127.0.0.1:6068")) as host:
+    with SinkHost(Lines, "lines", SinkOptions(address="127.0.0.1:6068")) as host:
         ...
+
+docs/connectors.md has one that works.
 
 Protocol, transactions, points of reference and what goes wrong are the host's.
 """
@@ -29,7 +32,7 @@ from typing import Protocol, Self
 import msgspec
 
 from penstock.connect import wire
-from penstock.connect.effects import PASSING, Send
+from penstock.connect.effects import CLOSED, PASSING
 from penstock.connect.serving import Connection, Server
 from penstock.connect.sinking import (
     Append,
@@ -37,6 +40,7 @@ from penstock.connect.sinking import (
     Effect,
     Left,
     Note,
+    Open,
     Prepare,
     Resolve,
     SinkSession,
@@ -45,23 +49,34 @@ from penstock.connect.sinking import (
     Vote,
 )
 from penstock.connect.transactions import TransactionLog
-from penstock.errors import PenstockError, ProtocolError
+from penstock.errors import PenstockError, ProtocolError, UsageError
 from penstock.failpoints import failpoint
 
 TAKEOVER_S = 10.0
 WORKER = re.compile(r"[\w.@:/=+-]{1,200}\Z")
+FIRST_STREAM = 1
+ABOUT_DATA = (
+    ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError,
+    RecursionError, NotImplementedError, msgspec.MsgspecError,
+)  # fmt: skip
 ATTEMPT = re.compile(r"attempt=([\d.]{1,100})\Z")
 
 
 class Sink(Protocol):
-    """One worker's way into a target. Its methods are called by one thread at a time."""
+    """One worker's way into a target. Its methods are called by one thread at a time.
+
+    An error that is not a `PenstockError` with `retriable`, and is one of those that Python's own
+    code raises about data (`ValueError`, `TypeError`, …), means that the same would fail again:
+    the app hears of it and gives up after some tries. After any other, it is tried again for ever.
+    """
 
     def open(self, committed: int, kept: int | None) -> None:
         """Begin, or begin again.
 
         Bytes before `committed` are visible. Those from there up to `kept` were voted for and
         stay, unless their outcome was carried out and not yet saved; `None` if none were.
-        Whatever came behind is discarded.
+        Whatever came behind is discarded. Raises `UsageError` where no worker can use the target
+        as it is, such as one that is not there: the host gives up then.
         """
 
     def append(self, messages: Sequence[wire.Message]) -> None:
@@ -101,22 +116,25 @@ class SinkOptions(msgspec.Struct, frozen=True, kw_only=True):
 class SinkHost:
     """Listens for workers while its block lasts, and keeps where each stands in `folder`.
 
-    `make` gives the sink of a worker by its name.
+    `make` gives the sink of a worker by its name; where a worker of another program has further
+    streams, each has a sink of its own, called `WORKER#STREAM`.
     """
 
     def __init__(
         self,
         make: Callable[[str], Sink],
-        folder: Path,
+        folder: Path | str,
         options: SinkOptions = SinkOptions(),
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.make = make
         self.options = options
         self.tell = tell
-        self.transactions = TransactionLog(folder)
+        self.transactions = TransactionLog(Path(folder))
         self._active: dict[str, _Worker] = {}
         self._latest: dict[str, tuple[int, ...]] = {}
+        self._known: set[str] = set()
+        self._failure: UsageError | None = None
         self._changed = threading.Condition()
         self._server = Server(
             options.address, options.connections_max,
@@ -144,6 +162,15 @@ class SinkHost:
     ) -> None:
         self._exits.close()
 
+    def check(self) -> None:
+        """Raise why no worker can use the target as it is, if that was found."""
+        if self._failure is not None:
+            raise self._failure
+
+    def give_up(self, failure: UsageError) -> None:
+        """The target cannot be used as it is: somebody has to do something about it."""
+        self._failure = failure
+
     def approve(self, worker: str, connection: _Worker) -> str:
         """Why the worker may not connect: it is connected, or was, with a later attempt."""
         deadline = time.monotonic() + TAKEOVER_S
@@ -170,6 +197,16 @@ class SinkHost:
             self._latest[worker] = connection.attempt
             return ""
 
+    def greet(self, worker: str, standing: Standing) -> None:
+        """Tell of a worker when it comes for the first time; it comes again for every batch."""
+        with self._changed:
+            is_known = worker in self._known
+            self._known.add(worker)
+        if not is_known:
+            waiting = "" if standing.pending is None else ", and waits for an outcome"
+            total = sum(standing.committed.values())
+            self.tell(f"worker {worker} is here: {total:,} bytes are committed{waiting}")
+
     def forget(self, connection: _Worker) -> None:
         with self._changed:
             for worker, there in list(self._active.items()):
@@ -186,16 +223,22 @@ class _Worker(Connection):
         super().__init__(peer, where, options.frame_bytes_max, options.send_timeout_s)
         self._host = host
         self._session = SinkSession(SinkTerms(cookie=options.cookie, credits=options.credits))
-        self._sink: Sink | None = None
+        self._sinks: dict[int, Sink] = {}
         self._heard = self._since = time.monotonic()
         self.attempt: tuple[int, ...] = ()
 
     def gone(self, reason: str) -> None:
-        if self._sink is not None:
+        for sink in self._sinks.values():
             with contextlib.suppress(Exception):
-                self._sink.close()
+                sink.close()
         self._host.forget(self)
-        self._host.tell(f"worker {self._session.worker} ({self.where}) is gone: {reason}")
+        if reason != CLOSED:  # as every batch does
+            self._host.tell(f"{self._name} is gone: {reason}")
+
+    @property
+    def _name(self) -> str:
+        worker = self._session.worker
+        return f"worker {worker} ({self.where})" if worker else f"a connection ({self.where})"
 
     def talk(self) -> str:
         while not self.server.stopping.is_set():
@@ -208,7 +251,7 @@ class _Worker(Connection):
                     return "it said nothing for too long"
                 continue
             if not data:
-                return "it closed the connection"
+                return CLOSED
             self._heard = time.monotonic()
             try:
                 reason = self.carry_out(self._session.receive(self.parser.feed(data)))
@@ -220,12 +263,12 @@ class _Worker(Connection):
 
     def done(self, effect: Effect) -> Iterable[Effect]:
         match effect:
-            case Send(frame=frame):
-                self.send(frame)
             case Approve():
                 return self._approve(effect)
-            case Append(messages=messages):
-                self._append(messages)
+            case Open(stream=stream):
+                return self._open(stream)
+            case Append(stream=stream, messages=messages):
+                self._append(stream, messages)
             case Prepare(vote=vote):
                 return self._session.voted(vote, self._prepare(vote))
             case Resolve(vote=vote, commit=commit):
@@ -247,46 +290,52 @@ class _Worker(Connection):
         if wrong := self._host.approve(asked.worker, self):
             return self._session.fail(wrong)
         standing = self._host.transactions.standing(asked.worker)
-        try:
-            self._sink = self._host.make(asked.worker)
-            pending = standing.pending
-            self._sink.open(standing.committed, None if pending is None else pending.end)
-        except Exception as error:
-            return self._session.fail(_failed("the target cannot be used", error))
-        self._host.tell(f"worker {asked.worker} ({self.where}) stands at {standing.committed}")
+        self._host.greet(asked.worker, standing)
         return self._session.approved(standing)
 
-    def _append(self, messages: Sequence[wire.Message]) -> None:
-        assert self._sink is not None  # noqa: S101  approved before
+    def _open(self, stream: int) -> Iterable[Effect]:
+        standing = self._session.standing
+        try:
+            self._sinks[stream] = self._host.make(sink_name(self._session.worker, stream))
+            committed, pending = standing.committed_of(stream), standing.pending_of(stream)
+            self._sinks[stream].open(committed, pending)
+        except Exception as error:
+            why = _failed("the target cannot be used", error)
+            if isinstance(error, UsageError):
+                self._host.give_up(error)
+                why = f"{PASSING}{why}"  # until somebody has repaired it, and started it again
+            return self._session.fail(why)
+        return ()
+
+    def _append(self, stream: int, messages: Sequence[wire.Message]) -> None:
         try:
             failpoint("sink.append")
-            self._sink.append(messages)
+            self._sinks[stream].append(messages)
         except Exception as error:
-            self._host.tell(f"worker {self._session.worker}: could not append: {_told(error)}")
-            self._session.broken(_told(error))
+            self._session.broken(stream, _failed("could not append", error))
 
-    def _prepare(self, vote: Vote) -> bool:
-        assert self._sink is not None  # noqa: S101  approved before
+    def _prepare(self, vote: Vote) -> str:
+        """Why it cannot be voted for, if it cannot."""
         try:
             failpoint("sink.flush")
-            self._sink.flush()
+            for stretch in vote.stretches:
+                self._sinks[stretch.stream].flush()
             failpoint("sink.vote")
             self._save(self._session.with_vote(vote))
             failpoint("sink.voted")
         except Exception as error:
-            self._host.tell(f"worker {self._session.worker}: could not flush: {_told(error)}")
-            return False
-        return True
+            return _failed("could not flush", error)
+        return ""
 
     def _resolve(self, vote: Vote, commit: bool) -> list[Effect]:
         """The target first: if this is interrupted, the outcome is told again."""
-        assert self._sink is not None  # noqa: S101  approved before
         try:
             failpoint("sink.resolve")
-            if commit:
-                self._sink.commit(vote.start, vote.end)
-            else:
-                self._sink.abort(vote.start)
+            for stream, start, end in vote.stretches:
+                if commit:
+                    self._sinks[stream].commit(start, end)
+                else:
+                    self._sinks[stream].abort(start)
             failpoint("sink.resolved")
             self._save(self._session.with_outcome(vote, commit))
         except Exception as error:
@@ -305,10 +354,24 @@ def attempt_of(program: str) -> tuple[int, ...]:
     return tuple(int(part or 0) for part in found.group(1).split(".")) if found else ()
 
 
+def sink_name(worker: str, stream: int) -> str:
+    """What the sink of a worker's stream is called: as the worker, where it has only the first."""
+    return worker if stream == FIRST_STREAM else f"{worker}#{stream}"
+
+
 def _failed(what: str, error: Exception) -> str:
     """What the worker is told; marked if the same may succeed a little later."""
-    is_passing = not isinstance(error, PenstockError) or error.retriable
-    return f"{PASSING if is_passing else ''}{what}: {_told(error)}"
+    return f"{PASSING if is_passing(error) else ''}{what}: {_told(error)}"
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the same may succeed a little later: of an error that is not known here, it may.
+
+    What a target's own code raises about a message will be raised about it again.
+    """
+    if isinstance(error, PenstockError):
+        return error.retriable
+    return not isinstance(error, ABOUT_DATA)
 
 
 def _dotted(attempt: Sequence[int]) -> str:

@@ -13,11 +13,11 @@ import os
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 import msgspec
 
-from penstock.connect.sinking import Standing
+from penstock.connect.sinking import Standing, Stretch, Vote
 from penstock.errors import DamagedError, UsageError
 
 FILE = "transactions.jsonl"
@@ -39,18 +39,26 @@ class TransactionLog:
         self._path = folder / FILE
         self._lock = threading.Lock()
         self._standings: dict[str, Standing] = {}
-        self._file: IO[bytes] | None = None
+        self._exits = contextlib.ExitStack()
+        self._folder = -1
+        self._file = -1
+        self._size = 0
+        """Where the last line ends that counts; what lies behind it does not."""
+        self._is_settled = True
+        """Whether nothing lies behind it, and the file is known to the disk by its name."""
         self._lines = 0
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._locked()
-        try:
-            sync_folder(self._path.parent)
+        with contextlib.ExitStack() as exits:
+            # Kept open: a process that has no files left must still be able to sync it.
+            self._folder = os.open(self._path.parent, os.O_RDONLY)
+            exits.callback(os.close, self._folder)
+            self._file = self._locked()
+            exits.callback(lambda: os.close(self._file))
+            os.fsync(self._folder)
             self._load()
-        except BaseException:
-            self._file.close()
-            raise
+            self._exits = exits.pop_all()
         return self
 
     def __exit__(
@@ -59,24 +67,23 @@ class TransactionLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._exits.close()
 
-    def _locked(self) -> IO[bytes]:
+    def _locked(self) -> int:
         """The file, once nobody else has it; another may have put a new one in its place."""
         while True:
-            file = self._path.open("a+b")
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                file.close()
+                os.close(file)
                 raise UsageError(
                     f"another process keeps the transactions of {self._path.parent}: stop it, or "
                     "choose another folder"
                 ) from None
-            if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
+            if os.fstat(file).st_ino == self._path.stat().st_ino:
                 return file
-            file.close()
+            os.close(file)
 
     def standing(self, worker: str) -> Standing:
         with self._lock:
@@ -87,34 +94,37 @@ class TransactionLog:
             return dict(self._standings)
 
     def save(self, worker: str, standing: Standing) -> None:
-        """Durable when this returns; raises `OSError` if it cannot be."""
+        """Durable when this returns; raises `OSError` if it cannot be, and does not count then."""
         with self._lock:
-            assert self._file is not None  # noqa: S101  within the block
-            size = self._file.seek(0, os.SEEK_END)
+            self._settle()
+            self._is_settled = False
             try:
-                self._file.write(_line(worker, standing))
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                self._size = _append(self._file, self._size, _line(worker, standing))
             except OSError:
-                with contextlib.suppress(OSError):
-                    self._file.truncate(size)
+                with contextlib.suppress(OSError):  # else before the next line
+                    self._settle()
                 raise
+            self._is_settled = True
             self._standings[worker] = standing
             self._lines += 1
             if self._lines > LINES_MAX + len(self._standings):
                 with contextlib.suppress(OSError):  # it is saved; the file is only longer
                     self._condense()
 
+    def _settle(self) -> None:
+        """Undo what an earlier failure left; until that is possible nothing more is saved."""
+        if not self._is_settled:
+            os.ftruncate(self._file, self._size)
+            os.fsync(self._folder)
+            self._is_settled = True
+
     def _load(self) -> None:
-        assert self._file is not None  # noqa: S101  within the block
-        self._file.seek(0)
-        data = self._file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            self._file.truncate(whole)
-        for number, line in enumerate(data[:whole].splitlines(), 1):
+        data = b"".join(iter(lambda: os.read(self._file, 1 << 20), b""))
+        self._size = data.rfind(b"\n") + 1
+        self._is_settled = self._size == len(data)
+        for number, line in enumerate(data[: self._size].splitlines(), 1):
             try:
-                found = msgspec.json.decode(line, type=Line)
+                found = _decoded(line)
             except msgspec.DecodeError as error:
                 raise DamagedError(
                     f"{self._path}: line {number} is damaged ({error}): what the sink has voted "
@@ -123,24 +133,36 @@ class TransactionLog:
                 ) from None  # fmt: skip
             self._standings[found.worker] = found.standing
             self._lines += 1
+        self._settle()
 
     def _condense(self) -> None:
         """Write a new file with the last line of each worker, and put it in the place of the old.
 
-        The lock is on the old file: the new one is locked before it is seen.
+        The lock is on the old file: the new one is locked before it is seen. Once it is in its
+        place it is the one that is written to, whatever fails afterwards.
         """
         fresh = self._path.with_suffix(".new")
-        made = fresh.open("w+b")
-        fcntl.flock(made, fcntl.LOCK_EX)
-        for worker, standing in self._standings.items():
-            made.write(_line(worker, standing))
-        made.flush()
-        os.fsync(made.fileno())
-        fresh.replace(self._path)
-        sync_folder(self._path.parent)
-        assert self._file is not None  # noqa: S101  within the block
-        self._file.close()
-        self._file, self._lines = made, len(self._standings)
+        made = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            fcntl.flock(made, fcntl.LOCK_EX)
+            size = _append(made, 0, b"".join(_line(*item) for item in self._standings.items()))
+            fresh.replace(self._path)
+        except BaseException:
+            os.close(made)
+            raise
+        before, self._file = self._file, made
+        self._size, self._lines, self._is_settled = size, len(self._standings), False
+        os.close(before)
+        self._settle()
+
+
+def _append(file: int, size: int, data: bytes) -> int:
+    """Write it behind the first `size` bytes, and have the disk keep it; where it ends."""
+    while data:
+        written = os.pwrite(file, data, size)
+        data, size = data[written:], size + written
+    os.fsync(file)
+    return size
 
 
 def _line(worker: str, standing: Standing) -> bytes:
@@ -153,3 +175,36 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# Lines of earlier versions, whose workers had one stream
+
+
+class _EarlierVote(msgspec.Struct, frozen=True):
+    transaction: str
+    start: int
+    end: int
+
+
+class _EarlierStanding(msgspec.Struct, frozen=True):
+    committed: int
+    pending: _EarlierVote | None = None
+    resolved: tuple[str, bool] | None = None
+    attempt: tuple[int, ...] = ()
+
+
+class _EarlierLine(msgspec.Struct, frozen=True):
+    worker: str
+    standing: _EarlierStanding
+
+
+def _decoded(line: bytes) -> Line:
+    with contextlib.suppress(msgspec.ValidationError):
+        before = msgspec.json.decode(line, type=_EarlierLine)
+        had, vote = before.standing, before.standing.pending
+        pending = None
+        if vote is not None:
+            pending = Vote(vote.transaction, (Stretch(1, vote.start, vote.end),))
+        standing = Standing({1: had.committed}, pending, had.resolved, had.attempt)
+        return Line(before.worker, standing)
+    return msgspec.json.decode(line, type=Line)

@@ -13,16 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from penstock.connect.codecs import Encoder, encoded
+from penstock.connect.numbering import COUNTED_HERE, OwnNumbers
+from penstock.connect.origin import End
 from penstock.connect.source import (
     END,
     ConnectorOptions,
     Item,
     Source,
     SourceConnector,
-    _End,
 )
 from penstock.errors import BufferFullError, ConnectorError, ConnectorTimeoutError, UsageError
 from penstock.records.event import Key, key_bytes
@@ -48,10 +49,10 @@ class BufferedSource(Source):
         self._sent = 0
         self._last: int | None = None
         self._top = -1
-        """The highest number that was ever sent, or was safe when the stream was opened."""
+        """The highest number that was ever sent."""
         self._safe = -1
-        self._is_numbered = False
-        """Whether numbers are the author's own."""
+        self._numbers = OwnNumbers()
+        self._numbered_by: Literal["author", "us"] | None = None
         self._is_open = False
         self.changed = threading.Condition()
 
@@ -60,11 +61,10 @@ class BufferedSource(Source):
     def put(self, data: bytes, sequence: int | None, key: bytes | None, time_ns: int) -> bool:
         """Keep a message; False if it is safe already. Raises `UsageError` for a wrong number."""
         with self.changed:
-            following = 0 if self._last is None else self._last + 1
-            number = following if sequence is None else sequence
-            self._is_numbered = self._is_numbered or sequence is not None
+            number = self._number(sequence)
             if 0 <= number <= self._safe:
                 return False
+            following = 0 if self._last is None else self._last + 1
             if number < following or number < 0:
                 raise UsageError(
                     f"message {number} of {self.name} comes after {self._last}: numbers grow from 0"
@@ -72,6 +72,23 @@ class BufferedSource(Source):
             self._held.append(Item(data, number, key, time_ns))
             self._last = number
             return True
+
+    def _number(self, sequence: int | None) -> int:
+        """A message's number: the author's, or the next of ours; behind an author's, one more."""
+        if sequence is None and self._numbered_by == "author":
+            return 0 if self._last is None else self._last + 1
+        if sequence is None:
+            self._numbered_by = "us"
+            return self._numbers.take()
+        is_behind_ours = sequence < COUNTED_HERE <= self._safe
+        if is_behind_ours or self._numbered_by == "us":
+            raise UsageError(
+                f"{self.name} was written to without numbers before, so message {sequence} would "
+                "be taken for one that is safe: leave the numbers out, use another name, or set "
+                "the stream back with `penstock connector rewind`"
+            )
+        self._numbered_by = "author"
+        return sequence
 
     def wait_open(self, deadline: float) -> bool:
         """Wait until it is known where to go on."""
@@ -97,27 +114,25 @@ class BufferedSource(Source):
     def handle_reset(self, point_of_ref: int | None) -> None:
         """Raises `ConnectorError` if another program's messages took the place of ours."""
         with self.changed:
-            point = -1 if point_of_ref is None else point_of_ref
-            if self._is_open and not self._is_numbered and point > self._top:
-                self._renumber(point)
+            if not self._numbers.resume(point_of_ref) and self._numbered_by != "author":
+                self._renumber()
             self._forget(point_of_ref)
             self._sent = 0
+            point = -1 if point_of_ref is None else point_of_ref
             if point >= 0 and (self._last is None or point > self._last):
                 self._last = point
             self._safe = max(self._safe, point)
-            self._top = max(self._top, point)
             self._is_open = True
             self.changed.notify_all()
 
-    def _renumber(self, point: int) -> None:
+    def _renumber(self) -> None:
         """Somebody else has written to the stream meanwhile: ours come behind."""
         if any(item.point_of_ref <= self._top for item in self._held):
             raise ConnectorError(
                 f"another program has written to {self.name} since: whether the last messages of "
                 "this one are there is not known"
             )
-        numbered = enumerate(self._held, point + 1)
-        self._held = deque(item._replace(point_of_ref=number) for number, item in numbered)
+        self._held = deque(item._replace(point_of_ref=self._numbers.take()) for item in self._held)
         if self._held:
             self._last = self._held[-1].point_of_ref
 
@@ -224,9 +239,13 @@ class SourceClient:
         """Send a message, in the background.
 
         `sequence` is its number, which must grow; a number that is safe already is dropped, so a
-        program may write everything again after a restart. Without, numbers go on where the
-        stream is. Waits while too much is not yet safe; raises `BufferFullError` after the
-        timeout, `ConnectorError` if the connector has given up.
+        program may write everything again after a restart. Without, messages get numbers here,
+        behind all that are there; a stream that was written to so takes no numbers any more.
+        If another program took the stream while messages were on their way, the connector gives
+        up, since nobody knows whether they have come.
+
+        Waits while too much is not yet safe; raises `BufferFullError` after the timeout,
+        `ConnectorError` if the connector has given up.
         """
         deadline = time.monotonic() + timeout_s
         source = self._source(partition)
@@ -244,7 +263,7 @@ class SourceClient:
             self._room.give_back(size_of(data))
             raise
         if is_new:
-            self.connector.wake()
+            self.connector.wake(source.name)
         else:
             self._room.give_back(size_of(data))
 
@@ -304,7 +323,7 @@ class GeneratedSource(Source):
     def handle_reset(self, point_of_ref: int | None) -> None:
         self._items = self._function(point_of_ref)
 
-    def handle_next(self) -> Item | _End | None:
+    def handle_next(self) -> Item | End | None:
         for found in self._items:
             if found is None:
                 return None
@@ -318,9 +337,10 @@ def source(name: str) -> Callable[[Generated], Callable[[], Source]]:
 
         @source("lines")
         def lines(after):
-            for number, line in enumerate(open("x.txt")):
-                if after is None or number > after:
-                    yield line, number
+            with open("x.txt") as file:
+                for number, line in enumerate(file):
+                    if after is None or number > after:
+                        yield line, number
 
         SourceConnector("127.0.0.1:6067", [lines()])
 

@@ -125,6 +125,11 @@ class Batch:
         return int(self._kept.get_total_buffer_size())
 
     @property
+    def nbytes(self) -> int:
+        """The size of its own events."""
+        return int(self._kept.nbytes)
+
+    @property
     def next_offset(self) -> int:
         """Where reading goes on."""
         if self._offsets is not None:
@@ -149,6 +154,13 @@ class Batch:
     def commit_of(self, offset: int) -> Run:
         """The commit that holds the event at `offset`."""
         return self.runs[bisect_right(self.runs, offset, key=lambda run: run.offset) - 1]
+
+    def commits(self) -> pa.Array:
+        """The commit of each event."""
+        ends = [run.offset - self.first_offset for run in self.runs[1:]] + [len(self)]
+        numbers = pa.array([run.commit for run in self.runs], pa.int64())
+        encoded = pa.RunEndEncodedArray.from_arrays(pa.array(ends, pa.int32()), numbers)
+        return pc.run_end_decode(encoded)
 
     def sliced(self, start: int, end: int) -> Batch:
         """The events with offsets in [start, end), without copying."""
@@ -310,6 +322,42 @@ def _times_fit(stored: pa.RecordBatch, record: Schema | None) -> bool:
     return True
 
 
+def unified(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """The batches with the columns of all of them; one that lacks a column has nulls there."""
+    fields: dict[str, pa.Field] = {}
+    for batch in batches:
+        for field in batch.schema:
+            fields[field.name] = field.with_nullable(True)
+    schema = pa.schema(fields.values(), batches[0].schema.metadata)
+    return [
+        pa.RecordBatch.from_arrays(
+            [
+                batch.column(name)
+                if name in batch.schema.names
+                else pa.repeat(pa.scalar(False), batch.num_rows)
+                if name == DELETED
+                else pa.nulls(batch.num_rows, field.type)
+                for name, field in fields.items()
+            ],
+            schema=schema,
+        )
+        for batch in batches
+    ]
+
+
+def in_order_of_commit(batches: Sequence[Batch], made: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    """What was made of each batch as one, its rows in the order of their commits.
+
+    Within a commit they stay as they are given; where commits have no order, all of them do.
+    """
+    alike = all(batch.schema.equals(made[0].schema) for batch in made)
+    whole = pa.concat_batches(made if alike else unified(made))
+    if len(batches) < 2 or not batches[0].commit:
+        return whole
+    numbers = pa.concat_arrays([batch.commits() for batch in batches])
+    return whole.take(pc.sort_indices(numbers))
+
+
 def _as_field(fields: dict[str, pa.Field], name: str, array: pa.Array) -> pa.Field:
     return fields.get(name, pa.field(name, array.type))
 
@@ -329,32 +377,48 @@ def _upgrade(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def stream_columns(stream: Stream) -> pa.Schema:
+    """Data and envelope columns of a stream, in Arrow's types."""
+    if stream.record is None:
+        kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
+        data = pa.schema([pa.field(DATA, kind, nullable=stream.spec.table)])
+    else:
+        data = arrow_schema(stream.record)
+        data = nullable(data) if stream.spec.table else data
+    fields = [*data, *ENVELOPE]
+    if stream.spec.table:
+        fields.append(pa.field(DELETED, pa.bool_(), nullable=False))
+    return pa.schema(fields)
+
+
 def json_row(event: Event[object]) -> dict[str, JsonValue]:
     """An event as the command line and the HTTP API show it."""
-    key = event.key
-    shown: JsonValue = None
-    if key is not None:
-        try:
-            shown = key.decode()
-        except UnicodeDecodeError:
-            shown = {"base64": base64.b64encode(key).decode()}
     return {
         "stream": event.stream,
         "partition": event.partition,
         "offset": event.offset,
-        "key": shown,
+        "key": None if event.key is None else json_key(event.key),
         "time": _iso(event.time),
         "id": event.id,
         "type": event.type,
         "source": event.source,
         "headers": dict(event.headers),
-        "data": _shown(event.data),
+        "data": json_data(event.data),
     }
 
 
-def _shown(data: object) -> JsonValue:
+def json_key(key: bytes) -> JsonValue:
+    """A key as text, or as base64 where it is none."""
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(key).decode()}
+
+
+def json_data(data: object) -> JsonValue:
     """Data as JSON; sets in order, so that two outputs can be compared."""
-    order: Literal["deterministic"] | None = "deterministic" if isinstance(data, Record) else None
+    ordered = isinstance(data, Record | set)
+    order: Literal["deterministic"] | None = "deterministic" if ordered else None
     shown: JsonValue = msgspec.to_builtins(data, order=order)
     return shown
 

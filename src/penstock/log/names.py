@@ -6,7 +6,9 @@ hold no dots, so that `namespace.stream` can be a Kafka topic and be taken apart
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from penstock.errors import BadNameError
@@ -15,6 +17,7 @@ DEFAULT = "default"
 SYSTEM = "_system"
 NAME_CHARS_MAX = 100
 PRODUCER_CHARS_MAX = 200
+GUESSES_MAX = 3
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _PRODUCER = re.compile(r"[\x21-\x7e]+")
@@ -80,3 +83,16 @@ def check_producer(name: str) -> None:
             f"{name[:40]!r} is not a producer name: use 1 to {PRODUCER_CHARS_MAX} printable "
             "ASCII characters without spaces"
         )
+
+
+def guess(wrong: str, known: Iterable[str]) -> str:
+    """What a name that is not there may have been meant to be: "did you mean orders?", or nothing.
+
+    Names are compared without case, and without their namespace where only that differs.
+    """
+    folded = {name.casefold(): name for name in known}
+    bare = wrong.casefold().rpartition(".")[2]
+    near = [name for name in folded if name.rpartition(".")[2] == bare]
+    near += difflib.get_close_matches(wrong.casefold(), folded, n=GUESSES_MAX, cutoff=0.6)
+    found = [folded[name] for name in dict.fromkeys(near)][:GUESSES_MAX]
+    return f"did you mean {' or '.join(found)}?" if found else ""

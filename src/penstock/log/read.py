@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, cast, overload
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast, overload
 
 import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.errors import DamagedError, UnknownObjectError, UsageError
-from penstock.log.api import Log, Start
+from penstock.log.api import Log, Offsets, Start
 from penstock.log.batch import Batch
 from penstock.log.compose import check_class_fits
 from penstock.log.merge import Read, in_commit_order
@@ -39,13 +42,22 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     on_damage: Callable[[DamagedError], None] | None = None
 
 
-def read_batches(log: Log, stream: str, options: ReadOptions = ReadOptions()) -> Iterator[Batch]:
+class Span(NamedTuple):
+    """A stretch of a stream: for each partition from where, and up to before where, if anywhere."""
+
+    starts: Mapping[int, int]
+    ends: Mapping[int, int]
+
+
+def read_batches(
+    log: Log, stream: str, options: ReadOptions = ReadOptions(), span: Span | None = None
+) -> Iterator[Batch]:
     """Batches of all chosen partitions, in the order of their commits where the log has one.
 
     What is there at one moment, after it is called, and with `follow` what comes later. Within a
-    partition always in order of offset.
+    partition always in order of offset. A `span` goes before what `options` say of the start.
     """
-    reading = Reading(log, stream, options)
+    reading = Reading(log, stream, options, span)
     while not reading.is_stopped:
         for batch in reading.batches():
             yield batch
@@ -63,13 +75,20 @@ class Reading:
     Between two rounds of `batches` somebody waits, in whatever way, and then calls `look`.
     """
 
-    def __init__(self, log: Log, stream: str, options: ReadOptions) -> None:
+    def __init__(
+        self, log: Log, stream: str, options: ReadOptions, span: Span | None = None
+    ) -> None:
         self._log = log
         self._stream = stream
         self._options = options
         found = log.stream(stream)
         self._id = found.id
-        self.positions = start_offsets(log, stream, chosen(found, options), options.start)
+        self._ends = {} if span is None else span.ends
+        self.positions = (
+            start_offsets(log, stream, chosen(found, options), options.start)
+            if span is None
+            else dict(span.starts)
+        )
 
     @property
     def is_stopped(self) -> bool:
@@ -83,13 +102,16 @@ class Reading:
         """
         ends = self._log.offsets(self._stream)
         readers = {
-            partition: (start, self._reader(partition, ends[partition].next))
+            partition: (start, self._reader(partition, self._end(partition, ends)))
             for partition, start in self.positions.items()
             if partition in ends
         }
         for batch in in_commit_order(readers):
             self.positions[batch.partition] = batch.next_offset
             yield batch
+
+    def _end(self, partition: int, now: Mapping[int, Offsets]) -> int:
+        return min(now[partition].next, self._ends.get(partition, now[partition].next))
 
     def _reader(self, partition: int, end: int) -> Read:
         def note(damage: DamagedError) -> None:
@@ -177,6 +199,61 @@ def start_offsets(log: Log, stream: str, partitions: Sequence[int], start: Start
 def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:
     """The offset at which reading a partition starts."""
     return start_offsets(log, stream, [partition], start)[partition]
+
+
+def span_of(
+    log: Log, stream: str, options: ReadOptions, *, until: int | dt.datetime | None = None,
+    last: int | None = None,
+) -> Span:  # fmt: skip
+    """From where `options` say, up to before the offset or time `until`; or its last events.
+
+    The last by commit, or by time of append where commits have no order.
+    """
+    partitions = chosen(log.stream(stream), options)
+    ends = {} if until is None else start_offsets(log, stream, partitions, until)
+    if last is None:
+        return Span(start_offsets(log, stream, partitions, options.start), ends)
+    now = log.offsets(stream)
+    bounds = {p: (now[p].first, min(now[p].next, ends.get(p, now[p].next))) for p in partitions}
+    key = key_bytes(options.key)
+    seen = [
+        place
+        for partition, bound in bounds.items()
+        for place in _last_of(log, stream, partition, bound, last, key)
+    ]
+    starts = {partition: end for partition, (_, end) in bounds.items()}
+    starts.update({place[2]: place[3] for place in sorted(seen, reverse=True)[:last]})
+    return Span(starts, ends)
+
+
+def _last_of(
+    log: Log, stream: str, partition: int, bounds: tuple[int, int], last: int, key: bytes | None
+) -> list[tuple[int, int, int, int]]:
+    """Commit, time, partition and offset of a partition's last events; times never go back.
+
+    Offsets have gaps, so it is read backwards, twice as far each time, until enough was seen.
+    """
+    first, end = bounds
+    reach = last
+    while True:
+        start = max(first, end - reach)
+        found: deque[tuple[int, int, int, int]] = deque(maxlen=last)
+        time_us = 0
+        for batch in read_past(log, stream, partition, start, end, lambda damage: None):
+            for offset in _offsets(batch, key)[-last:].to_pylist():
+                run = batch.commit_of(offset)
+                time_us = max(time_us, run.time_us)
+                found.append((run.commit, time_us, partition, offset))
+        if len(found) == last or start == first:
+            return list(found)
+        reach *= 2
+
+
+def _offsets(batch: Batch, key: bytes | None) -> pa.Array:
+    """The offsets of a batch's events, or of those with a key."""
+    if key is None:
+        return batch.offsets()
+    return batch.offsets().filter(pc.equal(batch.keys(), key).fill_null(False))
 
 
 def chosen(stream: Stream, options: ReadOptions) -> list[int]:

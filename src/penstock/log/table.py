@@ -6,14 +6,14 @@ unpacks; engines only store and find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import UsageError
+from penstock.errors import LogReadOnlyError, UsageError
 from penstock.log.api import Entry, Log, Pin
 from penstock.log.collections import Collections
 from penstock.log.objects import Stream
@@ -22,6 +22,8 @@ from penstock.records.event import DATA, DELETED, ENTRY, Key, data_columns, key_
 from penstock.records.schema import Record
 
 T = TypeVar("T")
+PAGE_ROWS = 500
+PREFIX_PIN_S = 3600.0
 
 
 class Changes(NamedTuple):
@@ -121,6 +123,35 @@ class Table(Generic[T]):
         for entries in self._log.snapshot(self._name):
             for entry in entries:
                 yield entry.key, self._value(entry)
+
+    def starting_with(
+        self, prefix: Key, after: Key | None = None
+    ) -> Generator[tuple[bytes, T], None, None]:
+        """The entries whose keys begin so, in order of key bytes, all of one moment.
+
+        Where the log is read-only, each page is of a moment of its own. Close the iterator if you
+        stop early. Raises `PinExpiredError` if it takes hours.
+        """
+        wanted, begin = cast(bytes, key_bytes(prefix)), key_bytes(after) or b""
+        rows = min(PAGE_ROWS, self._log.limits.page_rows_max)
+        try:
+            pin: Pin | None = self._log.pin(PREFIX_PIN_S)
+        except LogReadOnlyError:
+            pin = None
+        try:
+            if begin < wanted:
+                entries = [e for e in self._log.get(self._name, [wanted], pin) if e is not None]
+                yield from ((entry.key, self._value(entry)) for entry in entries)
+                begin = wanted
+            while entries := self._log.page(self._name, begin or None, rows, pin):
+                for entry in entries:
+                    if not entry.key.startswith(wanted):
+                        return
+                    yield entry.key, self._value(entry)
+                begin = entries[-1].key
+        finally:
+            if pin is not None:
+                self._log.unpin(pin)
 
     def _value(self, entry: Entry) -> T:
         if self._unpack is None:

@@ -14,9 +14,9 @@ from penstock.app.task import Work
 from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log
-from penstock.spark.executor import SparkExecutor
+from penstock.spark.executor import FrameExecutor, SparkExecutor
 from penstock.spark.failures import SPARK_ERRORS, reason, user_failure
-from penstock.spark.frames import FrameExecutor, Shape
+from penstock.spark.shape import Shape
 from penstock.spark.streaming import StatefulQuery
 
 

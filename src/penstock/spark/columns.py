@@ -9,24 +9,8 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from penstock.log.batch import Batch
-from penstock.log.objects import Stream
-from penstock.records.arrow import arrow_schema, nullable, schema_of_arrow
-from penstock.records.event import DATA, DELETED, ENVELOPE
+from penstock.records.arrow import schema_of_arrow
 from penstock.records.schema import Schema
-
-
-def stream_columns(stream: Stream) -> pa.Schema:
-    """Data and envelope columns of a stream, in Arrow's types."""
-    if stream.record is None:
-        kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
-        data = pa.schema([pa.field(DATA, kind, nullable=stream.spec.table)])
-    else:
-        data = arrow_schema(stream.record)
-        data = nullable(data) if stream.spec.table else data
-    fields = [*data, *ENVELOPE]
-    if stream.spec.table:
-        fields.append(pa.field(DELETED, pa.bool_(), nullable=False))
-    return pa.schema(fields)
 
 
 def spark_schema(columns: pa.Schema) -> StructType:

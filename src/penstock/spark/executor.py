@@ -1,4 +1,4 @@
-"""Runs the tasks of a query on Spark: one job for each batch, one task for each split."""
+"""Runs the batches of a query on Spark, each as a job: Python tasks, or DataFrames."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from pyspark import SparkContext
 from pyspark.core.broadcast import Broadcast
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import SparkGoneError
 from penstock.log import OptionValue
 from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
+from penstock.spark.frames import (
+    Options,
+    collect_staged,
+    ordered,
+    read_stream,
+    read_table,
+    stage_frame,
+    with_absent,
+)
+from penstock.spark.shape import Shape
 from penstock.spark.shipping import pack, unpack
 from penstock.spark.worker import worker_log
 
@@ -75,3 +85,55 @@ def _run(
     for number in numbers:
         outcome = run_split(log, _programs[program], batch, batch.splits[number])
         yield msgspec.msgpack.encode(outcome)
+
+
+class FrameExecutor:
+    """Runs a definition without state as one Spark job per batch: read, transform, stage.
+
+    The function is called once, and its plan used for every batch, unless it has something
+    random in it: Spark chooses seeds when it looks at a function, so it must look again.
+    """
+
+    def __init__(
+        self, spark: SparkSession, url: str, options: Options, app: str, shape: Shape
+    ) -> None:
+        self._spark = spark
+        self._url = url
+        self._options = dict(options)
+        self._shape = shape
+        self._source = f"{app}.{shape.definition.name}"
+        self._tasks = spark.sparkContext.defaultParallelism
+        self._plan: DataFrame | None = None
+
+    def run(self, batch: BatchOrder) -> list[Outcome]:
+        plan = self._plan if self._plan is not None else self._staged()
+        if self._shape.is_deterministic:
+            self._plan = plan
+        try:
+            with spark_alive(), ordered(self._spark, batch):
+                # A new DataFrame of the same plan: no shuffle of the last batch is taken for this.
+                outcomes = collect_staged(plan.select("outcome"))
+        except SPARK_ERRORS as error:
+            return [Outcome(failure=user_failure(self._shape.definition.name, error))]
+        rows = sum(range_.end - range_.start for split in batch.splits for range_ in split.ranges)
+        return [*outcomes, Outcome(rows_in=rows)]
+
+    def _staged(self) -> DataFrame:
+        shape = self._shape
+        frames = {}
+        for stream in shape.streams:
+            frames[stream.name] = read_stream(
+                self._spark, self._url, self._options, stream.name, shape.columns[stream.name],
+                self._tasks,
+            )  # fmt: skip
+        for table in shape.tables:
+            columns = shape.columns[table.name]
+            frames[table.name] = read_table(
+                self._spark, self._url, self._options, table.name, columns
+            )
+        frames = {name: with_absent(frame, shape.offered[name]) for name, frame in frames.items()}
+        result = shape.prepared(shape.applied(frames))
+        return stage_frame(result, self._url, self._options, shape.output.name, self._source)
+
+    def close(self) -> None:
+        pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.app.app import App
@@ -11,11 +11,11 @@ from penstock.app.plan import plan
 from penstock.app.query import QueryLimits
 from penstock.app.reports import Reporter
 from penstock.app.reset import default_checkpoints
-from penstock.app.runner import Runner, RunnerOptions, build
+from penstock.app.runner import Runner, RunnerOptions, build, make_streams
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.backend import SparkBackend
-from penstock.spark.session import close_session, has_session, is_local, open_session
+from penstock.spark.session import close_session, has_session, is_local, open_session, warm
 from penstock.spark.shipping import bundle
 
 
@@ -31,6 +31,7 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
     settings: Mapping[str, str] | None = None,
     options: RunnerOptions = RunnerOptions(),
     log_options: Mapping[str, OptionValue] | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Runner]:
     """The app while it runs: leaving the block lets each query finish its batch, and ends it.
 
@@ -38,21 +39,29 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
             runner.until_idle(60)
 
     Raises `AppError` if the app cannot run; a query that fails later is in `runner.failure()`.
+    `tell` hears what is waited for while it starts.
     """
     chosen = plan(app).only(only)
+    make_streams(log, chosen)  # what does not fit is found before Spark is started
     folder = checkpoints or default_checkpoints(log.url)
     folder.mkdir(parents=True, exist_ok=True)
     is_ours = not has_session()
+    if is_ours:
+        tell(f"starting Spark ({master})")
     spark = open_session(master, app.name, settings, folder / "spark.log")
     spark.conf.set("spark.sql.session.timeZone", "UTC")  # keys of windows are told in it
     try:
         if not is_local(spark.sparkContext.master or master):
+            tell("sending the app to the cluster")
             spark.sparkContext.addPyFile(str(bundle(app, folder / f"{app.name}.zip")))
         tasks = spark.sparkContext.defaultParallelism
+        warm(spark, tasks)
+        tell("looking at the definitions")
         rows = batch_rows or QueryLimits().batch_rows_max
         limits = QueryLimits(batch_rows_max=rows, tasks=tasks)
         backend = SparkBackend(spark, folder, log_options=log_options, limits=limits)
         runner = build(log, chosen, backend, limits=limits, options=options)
+        tell("starting the queries")
         reporter = Reporter(runner, options.metrics_interval_ms)
         runner.start()
         reporter.start()

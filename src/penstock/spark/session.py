@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from py4j.java_gateway import JavaGateway
 from py4j.protocol import Py4JJavaError
@@ -19,10 +20,12 @@ from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from penstock.errors import LogError
+from penstock.spark import java
 from penstock.spark.failures import reason
 from penstock.spark.source import PenstockSource
 
 STANDALONE = "spark://"
+JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 MASTER_S_MAX = 10.0
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 _SETTINGS = {
@@ -117,15 +120,19 @@ def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | No
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     # Workers must find what the driver can import: the user's modules.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    java_options = [
+        f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}", *java.options(),
+        settings.get(JAVA_OPTIONS, ""),
+    ]  # fmt: skip
     conf = SparkConf()
     chosen = {
         **_SETTINGS,
         "spark.master": master,
         "spark.app.name": name,
         "spark.sql.shuffle.partitions": str(os.cpu_count() or 2),
-        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}",
         **(_LOCAL_SETTINGS if is_local(master) else {}),
         **settings,
+        JAVA_OPTIONS: " ".join(java_options).strip(),
     }
     for key, value in chosen.items():
         conf.set(key, value)
@@ -134,20 +141,59 @@ def _start(master: str, name: str, settings: Mapping[str, str], noise: Path | No
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     target = noise or Path(os.devnull)
     with target.open("ab") as out:
+        before = out.tell()
         try:
             gateway = launch_gateway(conf, {"stdout": out, "stderr": out})
         except PySparkRuntimeError as error:
-            raise LogError(_why_not(noise)) from error
+            raise LogError(_why_not(noise, before)) from error
     try:
-        return SparkSession(SparkContext(conf=conf, gateway=gateway))
+        context = SparkContext(conf=conf, gateway=gateway)
+        _quieten(context)
+        return SparkSession(context)
     except Py4JJavaError as error:
         why = reason(error)  # asked of Java, so before it is gone
         _close_gateway(gateway)
         raise LogError(f"Spark does not start with master {master}: {why}") from None
 
 
-def _why_not(noise: Path | None) -> str:
-    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
-        return "Spark does not start: there is no Java; install Java 17 and try again"
-    said = "" if noise is None else f": see {noise}"
-    return f"Spark does not start{said}; `penstock doctor` says what is missing"
+def _quieten(context: SparkContext) -> None:
+    """Have nothing printed when Spark ends before those who read from it."""
+    server = context._accumulatorServer
+    tell = server.handle_error
+
+    def handle_error(request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], EOFError | OSError):
+            tell(request, client_address)
+
+    server.handle_error = handle_error  # type: ignore[method-assign]
+
+
+def _why_not(noise: Path | None, before: int) -> str:
+    """Why Spark's process ended at once, in its own last words."""
+    if noise is None:
+        return "Spark does not start; `penstock doctor` says what is missing"
+    with contextlib.suppress(OSError), noise.open("rb") as said:
+        said.seek(before)
+        lines = [line.strip() for line in said.read(100_000).decode(errors="replace").splitlines()]
+        errors = [line for line in lines if "rror" in line or "xception" in line]
+        if words := (errors or [line for line in lines if line])[:1]:
+            return f"Spark does not start: {words[0]} (more in {noise})"
+    return f"Spark does not start: see {noise}; `penstock doctor` says what is missing"
+
+
+def warm(spark: SparkSession, tasks: int) -> None:
+    """Have Spark start its Python workers now, in the background: they are needed soon.
+
+    Whatever goes wrong here goes wrong again, and is told of, when they are needed.
+    """
+
+    def start() -> None:
+        with contextlib.suppress(Exception):
+            spark.sparkContext.parallelize(range(tasks), tasks).mapPartitions(_nothing).collect()
+
+    threading.Thread(target=start, name="penstock-warm", daemon=True).start()
+
+
+def _nothing(numbers: Iterable[int]) -> Iterable[int]:
+    del numbers
+    return ()

@@ -27,8 +27,9 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from penstock.app.splits import cuts
-from penstock.errors import DamagedError, OffsetGoneError, UsageError
+from penstock.errors import DamagedError, OffsetGoneError, UnknownObjectError, UsageError
 from penstock.log.api import Log, Offsets
+from penstock.log.batch import stream_columns
 from penstock.log.objects import Stream
 from penstock.log.read import read_past
 from penstock.log.table import unpacker
@@ -36,7 +37,7 @@ from penstock.records.arrow import codec_of_schema
 from penstock.records.event import DATA, DELETED, ENVELOPE
 from penstock.records.schema import Record
 from penstock.spark import options as source_options
-from penstock.spark.columns import exchanged, for_spark, spark_schema, stream_columns
+from penstock.spark.columns import exchanged, for_spark, spark_schema
 from penstock.spark.options import SourceOptions, offsets_of
 from penstock.spark.sink import BatchWriter, StreamWriter
 from penstock.spark.worker import quiet_log, worker_log
@@ -244,6 +245,7 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         super().__init__(options, schema)
         self._log: Log | None = None
         self._target: dict[int, int] | None = None
+        self._id: int | None = None
         self._row_bytes: float | None = None
 
     def _held(self) -> Log:
@@ -284,14 +286,26 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         """How far the next batch may go. With `wait_ms`, waits that long for something new."""
         at = {int(p): offset for p, offset in start.items()}
         log, stream = self._held(), self._options.stream
+        self._check_same(log.stream(stream).id)
         if self._options.wait_ms and self._target is None:
             positions = {p: at.get(p, 0) for p in range(log.stream(stream).partitions)}
             log.wait(stream, positions, self._options.wait_ms / 1000)
         ends = self._target if self._target is not None else self._ends()
+        self._check_reached(at, ends)
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         if not isinstance(limit, ReadMaxRows | ReadAllAvailable):
             raise UsageError(f"the limit {limit!r} is not one that streams can keep")
         return _told(bounded(at, ends, rows))
+
+    def _check_same(self, found: int) -> None:
+        if self._id not in (None, found):
+            raise _made_anew(self._options.stream)
+        self._id = found
+
+    def _check_reached(self, at: Mapping[int, int], ends: Mapping[int, int]) -> None:
+        """Offsets only grow: a stream that ends before what was read of it is another one."""
+        if any(at.get(partition, 0) > end for partition, end in ends.items()):
+            raise _made_anew(self._options.stream)
 
     def reportLatestOffset(self) -> dict[str, int]:
         return _told(self._ends())
@@ -312,6 +326,13 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
     def __getstate__(self) -> dict[str, object]:
         # Travels to the tasks, which open a log of their own.
         return {**self.__dict__, "_log": None}
+
+
+def _made_anew(stream: str) -> UnknownObjectError:
+    return UnknownObjectError(
+        f"stream {stream} was dropped and created anew since it was read: start the query again "
+        "with a new checkpoint, to read the new one from its beginning"
+    )
 
 
 def _told(offsets: Mapping[int, int]) -> dict[str, int]:

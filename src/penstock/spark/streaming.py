@@ -23,7 +23,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from penstock.app.claims import claim
 from penstock.app.definitions import Definition, Derivation
 from penstock.app.positions import Position, producer_name, saved_position
-from penstock.app.query import Step, commit_batch, failed, told
+from penstock.app.step import Step, commit_batch, failed, told
 from penstock.app.tables import AppTable
 from penstock.app.task import BatchOrder, Outcome, Range, Split
 from penstock.app.windows import Windows
@@ -35,16 +35,16 @@ from penstock.errors import (
 )
 from penstock.log import OptionValue
 from penstock.log.api import Holder, Log
-from penstock.spark.columns import stream_columns
+from penstock.log.batch import stream_columns
 from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
 from penstock.spark.frames import (
-    Shape,
     collect_staged,
     ordered,
     read_stream,
     stage_frame,
     with_absent,
 )
+from penstock.spark.shape import Shape
 from penstock.spark.source import PenstockSource
 
 MARKER = "penstock.json"
@@ -117,6 +117,7 @@ class StatefulQuery:
         self._error = None
         self._holder = self._log.hold(self.producer)
         self.position = self._claimed()
+        self._check_inputs(self.position)
         with spark_alive():
             self._follow(stop)
         if self._error is not None:
@@ -149,6 +150,8 @@ class StatefulQuery:
             settings["batch_rows"] = str(self._batch_rows_max // len(shape.streams) or 1)
             if stream.on_damage != "stop":
                 settings["on_damage"] = "skip"
+            if stream.on_gone == "skip":
+                settings["on_gone"] = "earliest"
             if self.position.sequence < 0 and stream.name in self.position.next:
                 start = msgspec.json.encode(self.position.next[stream.name]).decode()
                 settings["start"] = start
@@ -164,7 +167,8 @@ class StatefulQuery:
         return (
             result.writeStream.foreachBatch(self._handle)
             .outputMode("update" if is_table else "append")
-            .option("checkpointLocation", str(self._folder))
+            # With its scheme: Spark would look for a bare path where its cluster keeps files.
+            .option("checkpointLocation", self._folder.absolute().as_uri())
             .queryName(f"{self._app}.{self.name}")
             .start()
         )
@@ -374,6 +378,16 @@ class StatefulQuery:
             raise FencedError(f"{self.name} was taken over by another runner, or reset")
         return saved
 
+    def _check_inputs(self, saved: Position) -> None:
+        """What Spark keeps is of the streams that were there when it began."""
+        again = [n for n, i in self._stream_ids().items() if saved.ids.get(n, i) != i]
+        if again:
+            raise PlanChangedError(
+                f"{self._shape.definition.location}: {self.name}: {again[0]} was emptied or made "
+                "anew since, and what it keeps is of the old one: "
+                f"`penstock reset APP {self.name}` lets it start again"
+            )
+
     def _checked_marker(self, saved: Position | None) -> Marker:
         found = read_marker(self._folder)
         where = f"{self._shape.definition.location}: {self.name}"
@@ -397,12 +411,7 @@ class StatefulQuery:
                     f"{where}: what it keeps has changed, and its state does not fit any more.\n"
                     f"before:\n{saved.plan}\nnow:\n{self._shape.plan}\n{way_out}"
                 )
-            again = [n for n, i in self._stream_ids().items() if saved.ids.get(n, i) != i]
-            if again:
-                raise PlanChangedError(
-                    f"{where}: {again[0]} was emptied or made anew since, and what it keeps is of "
-                    f"the old one: {way_out}"
-                )
+            self._check_inputs(saved)
             return found
         if self._folder.exists():
             shutil.rmtree(self._folder)

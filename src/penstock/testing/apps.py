@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from penstock import failpoints
 from penstock.app.app import App
@@ -189,15 +189,32 @@ class AppTest:
     def statuses(self) -> dict[str, QueryStatus]:
         return {status.name: status for status in self.runner.statuses()}
 
-    def whole_events(self, stream: AppStream[T] | AppTable[object]) -> list[Event[Any]]:
-        """The events of a stream or of a table's changelog, in order of commit and offset."""
-        record = stream.record if stream.spec is not None else None
+    def whole_events(self, stream: AppStream[T] | AppTable[object] | str) -> list[Event[Any]]:
+        """The events of a stream or of a table's changelog, in order of commit and offset.
+
+        What has no handle goes by its name: dead letters are in `NAME_dead`.
+        """
+        if isinstance(stream, str):
+            known = self.app.streams.get(stream) or self.app.tables.get(stream)
+            return self._events(stream, known)
+        return self._events(stream.name, stream)
+
+    def _events(
+        self, name: str, place: AppStream[object] | AppTable[object] | None
+    ) -> list[Event[Any]]:
+        record = None if place is None or place.spec is None else place.record
         found: list[Event[Any]] = []
-        for batch in read_batches(self.log, stream.name, ReadOptions()):
+        for batch in read_batches(self.log, name, ReadOptions()):
             found.extend(batch.events(record))
         return found
 
-    def events(self, stream: AppStream[T] | AppTable[object]) -> list[T]:
+    @overload
+    def events(self, stream: AppStream[T]) -> list[T]: ...
+
+    @overload
+    def events(self, stream: AppTable[object] | str) -> list[Any]: ...
+
+    def events(self, stream: AppStream[T] | AppTable[object] | str) -> list[Any]:
         """Their data alone."""
         return [event.data for event in self.whole_events(stream)]
 

@@ -113,7 +113,7 @@ class RunnerProcess(SparkProcess):
         output: Path | None = None,
         quick: bool = True,
     ) -> None:
-        less = ("--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1")
+        less = ("--setting", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1")
         command = [
             sys.executable, "-m", "penstock.cli", "run", str(app), "--log", str(log),
             *(less if quick else ()), *arguments,

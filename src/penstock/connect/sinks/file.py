@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.connect.transactions import sync_folder
 from penstock.connect.wire import Message
-from penstock.errors import UsageError
+from penstock.errors import ConnectorError
 
 
 class End(msgspec.Struct, frozen=True):
@@ -38,8 +38,8 @@ class FileSink:
     says where in the file they end.
     """
 
-    def __init__(self, folder: Path, worker: str, separator: bytes = b"\n") -> None:
-        safe = safe_name(worker)
+    def __init__(self, folder: Path | str, worker: str, separator: bytes = b"\n") -> None:
+        folder, safe = Path(folder), safe_name(worker)
         self.path = folder / f"{safe}.out"
         self._ends = folder / f"{safe}.ends"
         self._separator = separator
@@ -56,7 +56,7 @@ class FileSink:
         elif saved.committed.at in (committed, kept):
             self._cut(Ends(saved.committed))
         else:
-            raise UsageError(
+            raise ConnectorError(
                 f"{self._ends} ends at byte {saved.committed.at}, and {committed} were committed: "
                 "it is not this sink's, or is older"
             )
@@ -78,7 +78,7 @@ class FileSink:
         if saved.voted is not None and saved.voted.at == end:
             self._save(Ends(saved.voted))
         elif saved.committed.at != end:
-            raise UsageError(f"{self.path} does not hold the messages up to byte {end}")
+            raise ConnectorError(f"{self.path} does not hold the messages up to byte {end}")
 
     def abort(self, start: int) -> None:  # noqa: ARG002  what is committed says it
         self._cut(Ends(self._saved().committed))
@@ -93,7 +93,7 @@ class FileSink:
         last = ends.voted or ends.committed
         file = self._open_file()
         if file.seek(0, os.SEEK_END) < last.place:
-            raise UsageError(
+            raise ConnectorError(
                 f"{self.path} is shorter than what was committed: bring it back, or begin anew "
                 "with another folder"
             )

@@ -22,7 +22,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, Resourc
 from penstock.connect.sinks.file import safe_name
 from penstock.connect.transactions import sync_folder
 from penstock.connect.wire import Message
-from penstock.errors import ConnectorError, LogError, SinkGoneError, UsageError
+from penstock.errors import ConnectorError, LogAccessError, LogError, SinkGoneError, UsageError
 from penstock.log.kafka.client import Address, Cluster, KafkaOptions
 from penstock.log.kafka.view import View
 
@@ -62,7 +62,7 @@ class KafkaSink:
         servers: str,
         worker: str,
         topic: str,
-        folder: Path,
+        folder: Path | str,
         *,
         settings: Settings | None = None,
         standings: str = STANDINGS,
@@ -70,7 +70,7 @@ class KafkaSink:
         self._worker = worker
         self._topic = topic
         self._standings = standings
-        self._folder = folder
+        self._folder = Path(folder)
         self._file_name = safe_name(worker)
         self._settings = {"bootstrap.servers": servers, "log_level": 0, **(settings or {})}
         self._cluster = Cluster(Address("", servers, ""), KafkaOptions(), settings or {})
@@ -219,16 +219,26 @@ class KafkaSink:
                     raise
                 producer.poll(0.1)
 
+    def check(self) -> None:
+        """Raises `UsageError` if this Kafka or topic cannot be used as it is, `SinkGoneError` if
+        it is away.
+        """
+        self._check_topics()
+
     def _check_topics(self) -> None:
-        admin = self._cluster.admin
+        cluster = self._cluster
         try:
-            there = admin.list_topics(timeout=TIMEOUT_S).topics
-            if self._topic not in there:
+            there = cluster.asked("listing topics", lambda s: cluster.admin.list_topics(timeout=s))
+            if self._topic not in there.topics:
                 raise UsageError(f"there is no topic {self._topic} in this Kafka: create it first")
-            self._message_bytes_max = self._limit(admin) - OVERHEAD_BYTES
-            if self._standings not in there:
+            self._message_bytes_max = self._limit(cluster.admin) - OVERHEAD_BYTES
+            if self._standings not in there.topics:
                 new = NewTopic(self._standings, 1, config=COMPACTED)
-                admin.create_topics([new])[self._standings].result(TIMEOUT_S)
+                cluster.admin.create_topics([new])[self._standings].result(TIMEOUT_S)
+        except LogAccessError as error:
+            raise UsageError(str(error)) from error
+        except LogError as error:
+            raise SinkGoneError(f"Kafka does not answer: {error}") from error
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise SinkGoneError(f"Kafka does not answer: {error}") from error

@@ -25,6 +25,9 @@ LOCK = 0x70656E73
 HELD_BYTES_MAX = 4 << 20
 ROW_BYTES = 100
 """What a row takes beside its data, roughly."""
+FOR_GOOD = ("0A", "21", "22", "23", "42", "44", "54")
+"""Classes of SQLSTATE for what will be refused again: data, constraints, columns, rights."""
+REASON_CHARS_MAX = 1000
 PAGE_ROWS = 500
 PAGE_BYTES = 4 << 20
 Row = tuple[bytes | None, bytes]
@@ -125,6 +128,31 @@ class PostgresSink:
         self._held_bytes = 0
         self._at = 0
 
+    def check(self) -> None:
+        """Raises `UsageError` if the table cannot be used as it is, psycopg's own error if the
+        database is away.
+        """
+        with connected(self._url, self._timeout_s) as connection:
+            with within(connection, self._timeout_s):
+                self._check_table(connection)
+
+    def _check_table(self, connection: Connection) -> None:
+        """Have the database plan a write, which says whether it could be done."""
+        keys = sql.SQL(", ").join(map(sql.Identifier, self._keys))
+        plan = sql.SQL(
+            "EXPLAIN INSERT INTO {table} ({keys}) SELECT {keys} FROM {table} WHERE false"
+            " ON CONFLICT ({keys}) DO NOTHING"
+        )
+        try:
+            connection.execute(plan.format(table=self._table, keys=keys))
+        except psycopg.ProgrammingError as error:
+            names = ", ".join(self._keys)
+            raise UsageError(
+                f"PostgreSQL takes no rows for {self._table.as_string()}: {reason(error)}; the "
+                f"table must exist, with a unique index on {names}, and the user must be allowed "
+                "to read and write it"
+            ) from error
+
     def open(self, committed: int, kept: int | None) -> None:
         """Raises `ConnectorError` if the database has committed neither the one nor the other."""
         self.close()
@@ -132,7 +160,11 @@ class PostgresSink:
         self._at = committed if kept is None else kept
         try:
             with within(self._connection, self._timeout_s), self._connection.transaction():
+                self._check_table(self._connection)
                 self._begin(self._connection, committed, kept)
+        except psycopg.errors.InsufficientPrivilege as error:
+            self.close()
+            raise UsageError(f"the sink's user cannot make its tables: {reason(error)}") from error
         except BaseException:
             self.close()
             raise
@@ -218,14 +250,23 @@ class PostgresSink:
 
     @contextmanager
     def _own(self) -> Iterator[tuple[Connection, Standing]]:
-        """A transaction in which nobody else has the worker, and where that stands."""
+        """A transaction in which nobody else has the worker, and where that stands.
+
+        Raises `ConnectorError` for what the table will never take, psycopg's own error for what it
+        may take a little later.
+        """
         assert self._connection is not None  # noqa: S101  open comes first
         connection = self._connection
-        with within(connection, self._timeout_s), connection.transaction():
-            found = connection.execute(OWN, (self._own_name, self._opened)).fetchone()
-            if found is None:
-                raise ConnectorError(f"worker {self._worker} was opened again by somebody else")
-            yield connection, Standing(*found)
+        try:
+            with within(connection, self._timeout_s), connection.transaction():
+                found = connection.execute(OWN, (self._own_name, self._opened)).fetchone()
+                if found is None:
+                    raise ConnectorError(f"worker {self._worker} was opened again by somebody else")
+                yield connection, Standing(*found)
+        except psycopg.Error as error:
+            if (error.sqlstate or "")[:2] not in FOR_GOOD:
+                raise
+            raise ConnectorError(f"the table refuses a row: {reason(error)}") from error
 
     # Rows
 
@@ -281,6 +322,12 @@ class PostgresSink:
             keys=sql.SQL(", ").join(map(sql.Identifier, self._keys)),
             change=sql.SQL("UPDATE SET ") + change if others else sql.SQL("NOTHING"),
         )
+
+
+def reason(error: psycopg.Error) -> str:
+    """What the database says, in one line, with the values that it is about."""
+    said = (error.diag.message_primary, error.diag.message_detail, error.diag.context)
+    return " ".join(" ".join(text.split()) for text in said if text)[:REASON_CHARS_MAX]
 
 
 def columns_of(row: Row) -> tuple[str, ...] | None:

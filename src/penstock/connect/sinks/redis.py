@@ -7,14 +7,15 @@ is. One Redis, not a cluster: what changes together lies in several keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgspec
 import redis
 from redis.client import Pipeline
 
-from penstock.connect.sources.redis import client_of
+from penstock.connect.sources.redis import HOPELESS, client_of
 from penstock.connect.wire import Message
 from penstock.errors import ConnectorError, UsageError
 
@@ -58,13 +59,23 @@ class _RedisSink:
 
     # The protocol
 
+    def check(self) -> None:
+        """Raises `UsageError` if this Redis cannot be used as it is, its own if it is away."""
+        with client_of(self._url, TIMEOUT_S) as client, let_in():
+            client.ping()
+            self._check(client)
+
     def open(self, committed: int, kept: int | None) -> None:
         """Raises `ConnectorError` if this Redis has committed neither the one nor the other."""
         self.close()
         self._client = client_of(self._url, TIMEOUT_S)
-        self._check(self._client)
+        with let_in():
+            self._check(self._client)
+            self._open(self._client, committed, kept)
+
+    def _open(self, client: redis.Redis, committed: int, kept: int | None) -> None:
         self._begin(committed if kept is None else kept)
-        with self._client.pipeline() as together:
+        with client.pipeline() as together:
             watch(together, self._opened, self._waiting, self._committed)
             done, end = self._done(together), self._end(together)
             if done not in (committed, kept):
@@ -230,6 +241,15 @@ class RedisPublishSink(_RedisSink):
                 together.xadd(self._stream, {"data": cast(bytes, data)}, maxlen=self._entries_max)
             else:
                 together.publish(self._channel, cast(bytes, data))
+
+
+@contextmanager
+def let_in() -> Iterator[None]:
+    """What is done inside fails with `UsageError` where Redis does not let it."""
+    try:
+        yield
+    except HOPELESS as error:
+        raise UsageError(f"Redis refuses the connection: {error}") from error
 
 
 def watch(together: Pipeline, *keys: str) -> None:

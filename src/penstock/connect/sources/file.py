@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO, Literal
 
 import msgspec
+import xxhash
 
-from penstock.connect.source import END, Item, Source, _End
+from penstock.connect.origin import END, End, Item, Source
 from penstock.errors import ConnectorError
 
 OFFSET_BITS = 44
@@ -81,24 +82,25 @@ class FileSource(Source):
     a date behind (`orders.log.1`, `orders.log-20260131`). One that is cut while it is followed is
     read from its start again. `on_gone` is what happens if one is not there any more, was cut
     while nobody read it, or was compressed before it was read: `fail`, or go on with what is
-    there (`skip`).
+    there (`skip`). Which files there were is kept beside it, or in the folder `state`.
     """
 
     def __init__(
         self,
         name: str,
-        path: Path,
+        path: Path | str,
         *,
         until_end: bool = False,
         on_gone: Literal["fail", "skip"] = "fail",
         quiet_s: float = QUIET_S,
+        state: Path | None = None,
     ) -> None:
         super().__init__(name)
-        self._path = path
+        self._path = path = Path(path)
         self._until_end = until_end
         self._on_gone = on_gone
         self._quiet_s = quiet_s
-        self._state = path.with_name(f".{path.name}.penstock")
+        self._state = _state_of(path, state)
         self._generations = Generations({})
         self._generation = 0
         self._file: IO[bytes] | None = None
@@ -120,7 +122,7 @@ class FileSource(Source):
             self._generation = point_of_ref >> OFFSET_BITS
             self._offset = point_of_ref & ((1 << OFFSET_BITS) - 1)
 
-    def handle_next(self) -> Item | _End | None:
+    def handle_next(self) -> Item | End | None:
         while not self._lines:
             if self._file is None and not self._open():
                 self._wait()
@@ -301,3 +303,11 @@ def mark_of(file: IO[bytes], size: int) -> str:
     begin = os.pread(file.fileno(), min(size, MARK_BYTES), 0)
     end = os.pread(file.fileno(), min(size, MARK_BYTES), max(0, size - MARK_BYTES))
     return hashlib.sha256(begin + end).hexdigest()
+
+
+def _state_of(path: Path, folder: Path | None) -> Path:
+    """Where it is kept which files there were; in a folder for several, each has its own name."""
+    if folder is None:
+        return path.with_name(f".{path.name}.penstock")
+    whole = xxhash.xxh3_64_hexdigest(bytes(path.resolve()))
+    return folder / f"{path.name}.{whole}.penstock"

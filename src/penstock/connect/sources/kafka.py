@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
@@ -25,22 +25,49 @@ from confluent_kafka import (
 
 from penstock.connect.source import ConnectorOptions, Item, Source, SourceConnector
 from penstock.errors import ConnectorError
+from penstock.log.kafka.client import REFUSED
 
 HELD_MAX = 5000
 HELD_BYTES_MAX = 32 << 20
 """So many messages or bytes of a partition wait here; then it is paused."""
+ALL_BYTES_MAX = 128 << 20
+"""So many bytes of all partitions wait here; then all are paused."""
+BATCH_ROWS = 200
+MESSAGE_BYTES = 250
+"""About what a waiting message takes beside its data."""
 POLL_S = 0.1
 CLOSE_S = 30.0
 ASK_S = 30.0
 Place = tuple[str, int]
 
 
+class Held:
+    """How many bytes wait here, of all partitions together. For any thread."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._most = bytes_max
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self.bytes += size
+
+    def is_full(self) -> bool:
+        return self.bytes >= self._most
+
+    def has_room(self) -> bool:
+        """Whether it is worth going on after a pause."""
+        return self.bytes < self._most // 2
+
+
 class PartitionSource(Source):
     """One partition, named `kafka/CLUSTER/TOPIC/PARTITION`; filled by the thread that reads."""
 
-    def __init__(self, cluster: str, place: Place) -> None:
+    def __init__(self, cluster: str, place: Place, held: Held) -> None:
         super().__init__(f"kafka/{cluster}/{place[0]}/{place[1]}")
         self.place = place
+        self._all_held = held
         self._lock = threading.Lock()
         self._held: deque[Item] = deque()
         self._held_bytes = 0
@@ -54,17 +81,30 @@ class PartitionSource(Source):
 
     def handle_reset(self, point_of_ref: int | None) -> None:
         with self._lock:
-            self._held.clear()
-            self._held_bytes = 0
+            self._drop()
             self._goto = (point_of_ref,)
+
+    def handle_close(self) -> None:
+        with self._lock:
+            self._drop()
+            self._goto = (self._last,)  # what still comes is not kept
+
+    def _drop(self) -> None:
+        self._all_held.add(-self._held_bytes)
+        self._held.clear()
+        self._held_bytes = 0
 
     def handle_next(self) -> Item | None:
         with self._lock:
             if not self._held or self._goto is not None:
                 return None
             item = self._held.popleft()
-            self._held_bytes -= len(item.data)
+            self._count(-size_of(item))
             return item
+
+    def _count(self, size: int) -> None:
+        self._held_bytes += size
+        self._all_held.add(size)
 
     def handle_progress(self, stream: str, point_of_ref: int) -> None:  # noqa: ARG002
         self.safe = point_of_ref
@@ -95,7 +135,7 @@ class PartitionSource(Source):
         with self._lock:
             if self._goto is None:
                 self._held.append(item)
-                self._held_bytes += len(item.data)
+                self._count(size_of(item))
                 self._last = item.point_of_ref
             return len(self._held) >= HELD_MAX or self._held_bytes >= HELD_BYTES_MAX
 
@@ -107,17 +147,20 @@ class PartitionSource(Source):
     def has_room(self) -> bool:
         """Whether it is worth going on after a pause."""
         with self._lock:
-            return len(self._held) < HELD_MAX // 2 and self._held_bytes < HELD_BYTES_MAX // 2
+            is_low = len(self._held) < HELD_MAX // 2 and self._held_bytes < HELD_BYTES_MAX // 2
+        return is_low and self._all_held.has_room()
 
 
 class KafkaTopics:
     """Reads topics as a member of a group, while its block lasts.
 
     `settings` are any of librdkafka's. `start` is where a partition begins that Penstock has
-    nothing of; `on_gone` what happens where Kafka has removed what comes next.
+    nothing of; `on_gone` what happens where Kafka has removed what comes next. So many bytes of
+    messages wait in memory as `held_bytes_max` says, beside what librdkafka has fetched
+    (`queued.max.messages.kbytes`, 64 MiB unless the settings say otherwise).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  each is one of an author's choices
         self,
         address: str,
         servers: str,
@@ -128,26 +171,33 @@ class KafkaTopics:
         on_gone: Literal["fail", "earliest", "latest"] = "fail",
         settings: Mapping[str, str | int | bool] | None = None,
         options: ConnectorOptions = ConnectorOptions(),
+        held_bytes_max: int = ALL_BYTES_MAX,
     ) -> None:
         self._topics = list(topics)
+        self._held = Held(held_bytes_max)
         self._cluster_id = ""
         self._start = start
         self._on_gone = on_gone
         self._settings = {
             "bootstrap.servers": servers, "group.id": group, "enable.auto.commit": False,
             "auto.offset.reset": "error", "isolation.level": "read_committed",
-            **(settings or {}),
+            **(settings or {}), "error_cb": self._hear,
         }  # fmt: skip
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-kafka-source", daemon=True)
         self._sources: dict[Place, PartitionSource] = {}
         self._committed: dict[Place, int] = {}
+        self._refusal = ""
         self.connector = SourceConnector(address, [], options)
         self.failure: ConnectorError | None = None
 
     def __enter__(self) -> Self:
         self.connector.start()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.connector.stop()
+            raise
         return self
 
     def __exit__(
@@ -159,6 +209,11 @@ class KafkaTopics:
         self._stop.set()
         self._thread.join(CLOSE_S)
         self.connector.stop()
+
+    @property
+    def held_bytes(self) -> int:
+        """How much waits in memory to be sent."""
+        return self._held.bytes
 
     def check(self) -> None:
         """Raise `ConnectorError` if it cannot go on."""
@@ -186,8 +241,15 @@ class KafkaTopics:
             self.failure = ConnectorError(f"the source failed: {type(error).__name__}: {error}")
 
     def _step(self, consumer: Consumer) -> None:
-        for message in consumer.consume(1000, POLL_S):
+        if self._refusal:
+            raise ConnectorError(
+                f"Kafka does not let this client in: {self._refusal}; see the settings "
+                "security.protocol, sasl.* and ssl.*"
+            )
+        for message in consumer.consume(BATCH_ROWS, POLL_S):
             self._take(consumer, message)
+        if self._held.is_full():
+            self._pause(consumer, self._sources.values())
         for source in list(self._sources.values()):
             self._position(consumer, source)
             self._balance(consumer, source)
@@ -211,10 +273,23 @@ class KafkaTopics:
         data = value if isinstance(value, bytes) else b""
         given = key if isinstance(key, bytes) else None
         item = Item(data, offset, given or None, max(0, time_ms) * 1_000_000)
-        if source.put(item) and not source.is_paused:
-            consumer.pause([TopicPartition(*source.place)])
+        if source.put(item):
+            self._pause(consumer, [source])
+        self.connector.wake(source.name)
+
+    def _pause(self, consumer: Consumer, sources: Iterable[PartitionSource]) -> None:
+        going = [source for source in sources if not source.is_paused]
+        if going:
+            consumer.pause([TopicPartition(*source.place) for source in going])
+        for source in going:
             source.is_paused = True
-        self.connector.wake()
+
+    def _hear(self, error: KafkaError) -> None:
+        """What is no message. Brokers that are away come back; those that never let us in yet, and
+        say that they will not, do not.
+        """
+        if error.code() in REFUSED and not self._cluster_id:
+            self._refusal = error.str()
 
     def _err(self, error: KafkaError) -> None:
         away = (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT)
@@ -273,7 +348,8 @@ class KafkaTopics:
         consumer.incremental_assign(places) if self._is_cooperative() else consumer.assign(places)
         consumer.pause(places)
         for place in places:
-            source = PartitionSource(self._cluster(consumer), (place.topic, place.partition))
+            place_ = (place.topic, place.partition)
+            source = PartitionSource(self._cluster(consumer), place_, self._held)
             self._sources[source.place] = source
             self.connector.add(source)
 
@@ -295,3 +371,7 @@ class KafkaTopics:
 
     def _is_cooperative(self) -> bool:
         return "cooperative" in str(self._settings.get("partition.assignment.strategy", ""))
+
+
+def size_of(item: Item) -> int:
+    return len(item.data) + len(item.key or b"") + MESSAGE_BYTES

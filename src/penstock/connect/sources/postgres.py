@@ -18,11 +18,12 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
 
+from penstock.connect.numbering import OwnNumbers, overtaken
 from penstock.connect.source import Item, Source
 from penstock.errors import UsageError
 from penstock.patience import Patience
+from penstock.postgresql import parse_address, refusal_of
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -42,15 +43,24 @@ WRITERS = """
 
 
 def connected(url: str, timeout_s: float = TIMEOUT_S) -> Connection:
-    """A connection in autocommit, on which no statement takes longer than `timeout_s`."""
-    connection = psycopg.connect(
-        url,
-        autocommit=True,
-        connect_timeout=CONNECT_TIMEOUT_S,
-        keepalives_idle=10,
-        keepalives_interval=5,
-        keepalives_count=3,
-    )
+    """A connection in autocommit, on which no statement takes longer than `timeout_s`.
+
+    Raises `UsageError` if PostgreSQL refuses it for good, psycopg's own error if it is away.
+    """
+    parse_address(url)
+    try:
+        connection = psycopg.connect(
+            url,
+            autocommit=True,
+            connect_timeout=CONNECT_TIMEOUT_S,
+            keepalives_idle=10,
+            keepalives_interval=5,
+            keepalives_count=3,
+        )
+    except psycopg.OperationalError as error:
+        if refusal := refusal_of(error):
+            raise UsageError(refusal) from error
+        raise
     try:
         with within(connection, timeout_s):
             connection.execute(
@@ -89,12 +99,9 @@ def identifier(table: str) -> sql.Identifier:
 
 def database_of(url: str) -> tuple[str, str]:
     """The host of a database, and behind it its port and name."""
-    try:
-        given = conninfo_to_dict(url)
-    except psycopg.ProgrammingError as error:
-        raise UsageError(f"{error}".strip()) from None
+    given = parse_address(url)
     name = given.get("dbname") or given.get("user") or ""
-    return str(given.get("host") or ""), f"{given.get('port') or 5432}/{name}"
+    return given.get("host", ""), f"{given.get('port', '5432')}/{name}"
 
 
 class PostgresListenSource(Source):
@@ -130,7 +137,7 @@ class PostgresListenSource(Source):
         self._connection: Connection | None = None
         self._ready: deque[Item] = deque()
         self._sent: deque[Item] = deque()
-        self._next = 0
+        self._numbers = OwnNumbers()
         self._look_at = 0.0
         self._patience = Patience("PostgreSQL", self.tell)
         self.connections = 0
@@ -141,11 +148,14 @@ class PostgresListenSource(Source):
             self._rows.reset(-1 if point_of_ref is None else point_of_ref)
             self._look_at = 0.0
             return
-        self.handle_progress(self.name, -1 if point_of_ref is None else point_of_ref)
+        if self._numbers.resume(point_of_ref):
+            self.handle_progress(self.name, -1 if point_of_ref is None else point_of_ref)
+        elif self._sent:  # what is not known to have come is not sent again
+            self.tell(overtaken(self.name, len(self._sent)))
+            self._sent.clear()
         waiting = [item.data for item in (*self._sent, *self._ready)]
         self._ready.clear()
         self._sent.clear()
-        self._next = 0 if point_of_ref is None else point_of_ref + 1
         for data in waiting:
             self._add(data)
 
@@ -213,8 +223,7 @@ class PostgresListenSource(Source):
         return IDLE_S
 
     def _add(self, data: bytes) -> None:
-        self._ready.append(Item(data, self._next))
-        self._next += 1
+        self._ready.append(Item(data, self._numbers.take()))
 
 
 class _Rows:

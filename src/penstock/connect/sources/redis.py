@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Literal, cast
+from urllib.parse import urlsplit
 
 import msgspec
 import redis
@@ -20,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from penstock.connect.source import Item, Source
-from penstock.errors import ConnectorError
+from penstock.errors import ConnectorError, UsageError
 from penstock.patience import Patience
 
 Id = tuple[int, int]
@@ -28,7 +29,14 @@ Fields = Mapping[bytes, bytes]
 Entries = Sequence[tuple[bytes, Fields]]
 OnGone = Literal["fail", "skip"]
 
-HOPELESS = (redis.AuthenticationError, redis.exceptions.AuthorizationError)
+HOPELESS = (
+    redis.AuthenticationError, redis.exceptions.AuthorizationError,
+    redis.exceptions.NoPermissionError,
+)  # fmt: skip
+HOW = (
+    "write redis://HOST:PORT/DATABASE, where the database is a number; in a password, : / @ and % "
+    "are written as %3A, %2F, %40 and %25"
+)
 BATCH_ROWS = 1000
 IDLE_S = 0.02
 CONNECT_TIMEOUT_S = 2.0
@@ -37,8 +45,27 @@ SEQ_BITS = 20
 SEQ_MAX = (1 << SEQ_BITS) - 1
 
 
+def server_of(url: str) -> tuple[str, str]:
+    """The host of a Redis, and behind it its port and database.
+
+    Raises `UsageError` for an address that cannot be read. It does not say more: the part that is
+    wrong may be the password.
+    """
+    try:
+        found = urlsplit(url)
+        host, port, name = found.hostname or "", found.port or 6379, found.path.strip("/") or "0"
+    except ValueError:
+        raise UsageError(f"the address of Redis cannot be read: {HOW}") from None
+    if found.scheme == "unix":
+        return "", f"{port}/{name}"
+    if found.scheme not in ("redis", "rediss") or not name.isdigit():
+        raise UsageError(f"the address of Redis has a part that is none: {HOW}")
+    return host, f"{port}/{name}"
+
+
 def client_of(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
     """A client that connects when it is first used, waits so long at most, and tries once."""
+    server_of(url)
     return redis.Redis.from_url(
         url,
         protocol=2,

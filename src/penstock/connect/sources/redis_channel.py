@@ -12,6 +12,7 @@ from typing import cast
 
 import redis
 
+from penstock.connect.numbering import OwnNumbers, overtaken
 from penstock.connect.source import Item, Source
 from penstock.connect.sources.redis import CONNECT_TIMEOUT_S, HOPELESS, TIMEOUT_S, client_of
 from penstock.patience import Patience
@@ -41,7 +42,7 @@ class RedisSubscribeSource(Source):
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
         self._sent: deque[Item] = deque()
-        self._next = 0
+        self._numbers = OwnNumbers()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._listen, name=f"redis-{name}", daemon=True)
         self._failure: redis.RedisError | None = None
@@ -57,10 +58,14 @@ class RedisSubscribeSource(Source):
 
     def handle_reset(self, point_of_ref: int | None) -> None:
         with self._lock:
-            self._forget(point_of_ref)
-            self._waiting.extendleft(item.data for item in reversed(self._sent))
+            if self._numbers.resume(point_of_ref):
+                self._forget(point_of_ref)
+                self._waiting.extendleft(item.data for item in reversed(self._sent))
+            elif self._sent:  # what is not known to have come is not sent again
+                self.tell(overtaken(self.name, len(self._sent)))
+                self.dropped += len(self._sent)
+                self._room += sum(len(item.data) + MESSAGE_BYTES for item in self._sent)
             self._sent.clear()
-        self._next = 0 if point_of_ref is None else point_of_ref + 1
 
     def handle_next(self) -> Item | None:
         if self._failure is not None:
@@ -68,9 +73,8 @@ class RedisSubscribeSource(Source):
         with self._lock:
             if not self._waiting:
                 return None
-            item = Item(self._waiting.popleft(), self._next)
+            item = Item(self._waiting.popleft(), self._numbers.take())
             self._sent.append(item)
-        self._next += 1
         return item
 
     def handle_progress(self, stream: str, point_of_ref: int) -> None:  # noqa: ARG002  its own

@@ -25,7 +25,7 @@ from penstock.errors import (
 from penstock.log.changes import Resolved, must_exist, resolve, resolve_new
 from penstock.log.kafka.client import Address, Cluster
 from penstock.log.kafka.view import View
-from penstock.log.names import DEFAULT, SYSTEM, StreamName, parse_stream
+from penstock.log.names import DEFAULT, SYSTEM, StreamName, guess, parse_stream
 from penstock.log.objects import (
     Change,
     CreateNamespace,
@@ -366,7 +366,7 @@ class Draft:
         if topic not in self.there or isinstance(self.duties().get(topic), Removal):
             raise UnknownObjectError(
                 f"there is no topic {topic} to be the stream {name}: a stream's topic is called "
-                "NAMESPACE.NAME"
+                f"NAMESPACE.NAME. {guess(topic, self.there)}".rstrip()
             )
         if spec.partitions not in (None, self.there[topic]):
             raise UsageError(

@@ -74,7 +74,7 @@ class Verifier:
         yield Damage(
             f"the file's own pages are damaged (SQLite says: {shown}). What cannot be read is "
             "listed here; what is not listed can. Write to this log no more: restore a backup, or "
-            "copy what can be read into a new log (penstock read --skip-damaged)"
+            "copy what can be read into a new log (penstock read --on-damage skip)"
         )
 
     def _streams(self, directory: Directory, found: dict[int, Stream]) -> Iterator[Damage]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from penstock.errors import DamagedError
 from penstock.failpoints import failpoint
 from penstock.log.api import Limits, Upkeep
-from penstock.log.batch import Run, checksum, encode_blob
+from penstock.log.batch import Run, checksum, encode_blob, unified
 from penstock.log.objects import Stream
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import ReaderPool, many
@@ -154,31 +154,8 @@ class Housekeeper:
             runs += runs_of(row)
         if len(stored) < 2:
             return None
-        whole = pa.concat_batches(_unified(stored))
+        whole = pa.concat_batches(unified(stored))
         return encode_blob(whole, "zstd"), msgspec.msgpack.encode(_joined(runs)), len(stored)
-
-
-def _unified(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """The batches with the columns of all of them; one that lacks a column has nulls there."""
-    fields: dict[str, pa.Field] = {}
-    for batch in batches:
-        for field in batch.schema:
-            fields[field.name] = field.with_nullable(True)
-    schema = pa.schema(fields.values(), batches[0].schema.metadata)
-    return [
-        pa.RecordBatch.from_arrays(
-            [
-                batch.column(name)
-                if name in batch.schema.names
-                else pa.repeat(pa.scalar(False), batch.num_rows)
-                if name == "_deleted"
-                else pa.nulls(batch.num_rows, field.type)
-                for name, field in fields.items()
-            ],
-            schema=schema,
-        )
-        for batch in batches
-    ]
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 
 from penstock.errors import (
-    DamagedError,
     FencedError,
     OffsetGoneError,
 )
@@ -170,4 +169,3 @@ class Upkeep(OnEngine):
         calls: list[tuple[int, int]] = []
         assert list(log.verify(lambda done, total: calls.append((done, total)))) == []
         assert calls[-1][0] == calls[-1][1]
-        assert DamagedError.code == "damaged"
