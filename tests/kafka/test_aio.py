@@ -12,9 +12,8 @@ import pytest
 from penstock import CreateStream, DropStream, GrowStream, Log, ReadOptions, declare
 from penstock import open as open_log
 from penstock.aio import AsyncProducer, read_batches_async, read_events
-from penstock.errors import ClosedError, LogUnreachableError, RecordError, UnknownObjectError
+from penstock.errors import ClosedError, RecordError, UnknownObjectError
 from penstock.log.objects import Change
-from penstock.testing.brokers import Brokers
 from penstock.testing.contract import Order
 
 both = pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
@@ -145,29 +144,5 @@ def test_a_follower_stops_when_told_and_ends_with_its_log(shop: Log, log: str) -
             assert (await anext(events)).data.amount == 1
         with pytest.raises(ClosedError):
             await anext(events)
-
-    asyncio.run(asyncio.wait_for(work(), 60))
-
-
-@pytest.mark.parametrize("follow", [True, False])
-def test_where_no_broker_answers_reading_ends_with_an_error(
-    broker: Brokers, url: str, follow: bool
-) -> None:
-    async def work() -> None:
-        with open_log(url, create=True, broker_timeout_ms=1500) as opened:
-            opened.apply([CreateStream(declare("orders", Order, key="user"))])
-            async with AsyncProducer(opened) as producer:
-                await producer.send("orders", Order("a", 1))
-            events = read_events(opened, "orders", Order, ReadOptions(follow=follow))
-            if follow:
-                assert (await anext(events)).data.amount == 1
-            broker.pause(0)
-            try:
-                with pytest.raises(LogUnreachableError):
-                    await anext(events)
-            finally:
-                broker.resume(0)
-            found = [event async for event in read_events(opened, "orders", Order)]
-            assert [event.data.amount for event in found] == [1]
 
     asyncio.run(asyncio.wait_for(work(), 60))

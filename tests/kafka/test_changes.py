@@ -164,17 +164,21 @@ def test_what_is_committed_while_a_stream_is_made_anew_stays(kafka: Log, url: st
 def test_a_commit_knows_the_stream_as_it_is(
     kafka: Log, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the last look at the catalogue is not old enough for another one."""
-    create(kafka, "s", partitions=1)
+    """Also where the last look at the catalogue is not old enough for another one.
+
+    What goes to other streams is undone with the rest, and sent again.
+    """
+    for name in ("other", "s"):
+        create(kafka, name)
     holder = kafka.hold("p")
     commit_as(kafka, holder, 0, "s", [1])
-    part = make_part(kafka, "s", [5])
+    parts = [make_part(kafka, name, [5]) for name in ("other", "s")]
     with open_log(url, upkeep_interval_ms=0) as other:
         monkeypatch.setattr(objects, "FRESH_S", 3600.0)
         kafka.streams()
         other.apply([DropStream("s"), CreateStream(other.stream("s").spec)])
-        kafka.commit(holder, 1, Commit(parts=[part]))
-        assert amounts(other, "s") == amounts(kafka, "s") == [5]
+        kafka.commit(holder, 1, Commit(parts=parts))
+        assert amounts(other, "s") == amounts(kafka, "s") == amounts(kafka, "other") == [5]
 
 
 @pytest.mark.parametrize("step", ["commit.begun", "commit.blobs", "commit.index"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -36,7 +35,6 @@ from penstock.errors import (
     ClosedError,
     FencedError,
     LogFormatError,
-    LogUnreachableError,
     PenstockError,
     PieceError,
     UsageError,
@@ -277,31 +275,6 @@ def test_the_local_file_keeps_only_what_is_there(url: str, tmp_path: Path) -> No
         assert held.execute("SELECT count(*) FROM versions").fetchall() == [(0,)]
         assert not other.exists()
         assert recent.exists()
-
-
-def test_a_broker_that_does_not_answer_is_not_taken_for_an_empty_log(
-    broker: Brokers, url: str, tmp_path: Path
-) -> None:
-    with open_log(
-        url, create=True, cache=str(tmp_path), upkeep_interval_ms=0, broker_timeout_ms=1000
-    ) as log:
-        create(log, "t", table=True)
-        with Transaction(log, "p") as tx:
-            tx.send("t", Order("a", 1))
-            tx.save("k", b"1")
-        broker.pause(0)
-        questions: list[Callable[[], object]] = [
-            lambda: log.offsets("t"),
-            lambda: list(log.read("t", 0, 0)),
-            lambda: log.progress("k"),
-        ]
-        try:
-            for ask in questions:
-                with pytest.raises(LogUnreachableError):
-                    ask()
-        finally:
-            broker.resume(0)
-        assert log.progress("k") == b"1"
 
 
 def test_closing_waits_for_nobody_else_s_transaction(

@@ -32,6 +32,7 @@ from penstock.errors import (
     ClosedError,
     LimitError,
     LogAccessError,
+    LogBusyError,
     LogError,
     LogUnreachableError,
     UsageError,
@@ -74,6 +75,13 @@ REFUSED = frozenset({
     KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
     KafkaError.SECURITY_DISABLED,
+})  # fmt: skip
+#: what is sent will be refused again
+_NEVER = frozenset({
+    KafkaError.INVALID_MSG, KafkaError.INVALID_RECORD, KafkaError.INVALID_TIMESTAMP,
+    KafkaError.POLICY_VIOLATION, KafkaError.TOPIC_EXCEPTION, KafkaError.UNSUPPORTED_VERSION,
+    KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT, KafkaError.UNSUPPORTED_COMPRESSION_TYPE,
+    KafkaError.INVALID_TRANSACTION_TIMEOUT,
 })  # fmt: skip
 #: another producer has taken the transactional id since
 FENCED = frozenset({
@@ -302,6 +310,18 @@ class Cluster:
         if code in (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE):
             return LimitError(f"{doing}: Kafka takes no message of this size (max.message.bytes)")
         return LogError(f"{doing}: Kafka says {said}")
+
+    def undone(self, error: KafkaException | KafkaError, doing: str) -> Exception:
+        """Our error for what ended a transaction, or sending, of which nothing is left.
+
+        It can be made again, also after an error that is not known here: only what Kafka will
+        never take is given up at once.
+        """
+        told = self.translated(error, doing)
+        found: KafkaError = error.args[0] if isinstance(error, KafkaException) else error
+        if type(told) is not LogError or found.code() in _NEVER:
+            return told
+        return LogBusyError(f"{doing}: Kafka gave it up ({found.str()}): try again")
 
     def asked(self, doing: str, question: Callable[[float], T], topic: str | None = None) -> T:
         """The answer to a question; asked again while the cluster is busy with itself.

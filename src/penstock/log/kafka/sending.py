@@ -97,7 +97,7 @@ class Sent:
     def placement(self, cluster: Cluster) -> Placement:
         """Where the events are; to be asked when all have arrived, or have not."""
         if self._error is not None:
-            raise NotCommittedError from cluster.translated(self._error, "writing")
+            raise NotCommittedError from cluster.undone(self._error, "writing")
         ranges: list[tuple[int, int, int]] = []
         for chunk, reported in zip(self._prepared.chunks, self._reported, strict=True):
             for first, last in self._stretches(cluster, chunk, reported):

@@ -86,7 +86,7 @@ class Session:
             except KafkaException as error:
                 again = error.args[0].retriable() or code_of(error) in MOMENTARY
                 if not again or time.monotonic() > deadline:
-                    raise self._cluster.translated(
+                    raise self._cluster.undone(
                         error, f"opening the producer {self.name}"
                     ) from error
         self._producer = producer
@@ -185,7 +185,7 @@ class Session:
             made = fill()
         except KafkaException as error:
             self._undo(producer, error)
-            raise NotCommittedError from self._cluster.translated(error, "writing")
+            raise NotCommittedError from self._cluster.undone(error, "writing")
         except SystemError as error:
             # How a fatal error comes out of librdkafka's binding when it meets a callback.
             self.close()
@@ -208,7 +208,7 @@ class Session:
                 found = error.args[0]
                 if found.txn_requires_abort():
                     self._undo(producer, error)
-                    raise NotCommittedError from self._cluster.translated(error, "committing")
+                    raise NotCommittedError from self._cluster.undone(error, "committing")
                 if not found.retriable() or time.monotonic() > deadline:
                     self.close()
                     # Also if it was fenced: an earlier try of this very call may have arrived.

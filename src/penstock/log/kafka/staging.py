@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 import pyarrow as pa
-from confluent_kafka import KafkaError, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from penstock.errors import LogUnreachableError, PieceError
 from penstock.failpoints import failpoint
@@ -97,17 +97,27 @@ class Staging:
                     break
                 except BufferError:
                     producer.poll(0.05)
+                except KafkaException as error:
+                    self._discard(producer)
+                    raise self._cluster.undone(error, "staging events") from error
         failpoint("stage.blobs")
         deadline = time.monotonic() + self._cluster.timeout_s
         while len(places) + len(errors) < len(batches) and time.monotonic() < deadline:
             producer.poll(0.05)
         if errors:
-            raise self._cluster.translated(errors[0], "staging events")
+            self._discard(producer)
+            raise self._cluster.undone(errors[0], "staging events")
         if len(places) < len(batches):
             raise LogUnreachableError("staged events did not reach Kafka in time")
         rows = sum(batch.num_rows for batch in batches)
         numbers = tuple(places[number].number() for number in range(len(batches)))
         return Piece(stream, numbers, rows)
+
+    def _discard(self, producer: Producer) -> None:
+        """After some errors a producer can do nothing any more: the next one is a new one."""
+        with self._lock:
+            if self._producer is producer:
+                self._producer = None
 
     def read(self, tags: Mapping[int, Tag]) -> dict[int, pa.RecordBatch]:
         """The batches of these numbers. Raises `PieceError` if one is not there as its tag says."""
