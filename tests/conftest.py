@@ -8,6 +8,7 @@ import random
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,12 +60,13 @@ _BEFORE = pytest.StashKey[frozenset[int]]()
 
 
 def children() -> frozenset[int]:
-    """The processes that this one has started and that still run."""
+    """The Python programs that this one has started and that still run; servers are shared."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
+            program = stat.with_name("cmdline").read_bytes().split(b"\0")[0].decode()
+            if int(parent) == os.getpid() and state != "Z" and program == sys.executable:
                 found.add(int(stat.parent.name))
     return frozenset(found)
 

@@ -9,6 +9,7 @@ from penstock.app.task import Range, Split
 from penstock.app.timers import EXPIRY
 from penstock.log.api import Log
 from penstock.log.objects import Stream
+from penstock.log.read import read_past
 from penstock.records.event import from_microseconds, partition_of
 
 SPLIT_ROWS = 1_048_576
@@ -68,7 +69,8 @@ def _evenly(range_: Range, parts: int) -> Iterator[tuple[int, int]]:
 
 def _appended(log: Log, range_: Range, offset: int) -> dt.datetime | None:
     """When the event at an offset was appended; `None` where commits have no order."""
-    first = next(log.read(range_.stream, range_.partition, offset, range_.end), None)
+    place = (range_.stream, range_.partition, offset, range_.end)
+    first = next(read_past(log, *place, lambda damage: None), None)
     if first is None or not first.commit:
         return None
     return from_microseconds(first.commit_of(first.first_offset).time_us)
