@@ -24,13 +24,14 @@ def silent(kafka_jars: Path, tmp_path: Path) -> Iterator[Brokers]:
 
 @pytest.fixture
 def log(silent: Brokers, tmp_path: Path) -> Iterator[Log]:
-    options = {"upkeep_interval_ms": 0, "broker_timeout_ms": 1000}
-    with open_log(silent.url, create=True, cache=str(tmp_path / "cache"), **options) as opened:
-        create(opened, "t", table=True)
-        with Transaction(opened, "p") as tx:
+    with open_log(silent.url, create=True, cache=str(tmp_path / "cache")) as patient:
+        create(patient, "t", table=True)
+        with Transaction(patient, "p") as tx:
             tx.send("t", Order("a", 1))
             tx.save("k", b"1")
-        yield opened
+        options = {"upkeep_interval_ms": 0, "broker_timeout_ms": 3000}
+        with open_log(silent.url, cache=str(tmp_path / "other"), **options) as opened:
+            yield opened
 
 
 def test_a_broker_that_does_not_answer_is_not_taken_for_an_empty_log(

@@ -316,8 +316,8 @@ def _why_no_json(value: bytes | None) -> str:
     try:
         if value is not None:
             value.decode()
-            msgspec.json.decode(value, type=msgspec.Raw)
             check_depth(value)
+            msgspec.json.decode(value, type=msgspec.Raw)
     except NOT_JSON as error:
         return str(error)
     return ""

@@ -421,12 +421,16 @@ class Cluster:
                 (place.topic, place.partition): int(answer.result(left).offset)
                 for place, answer in asked.items()
             }
-            if OFFSET_INVALID in found.values():
-                raise TimeoutError  # how librdkafka says that a broker did not answer in time
+            if OFFSET_INVALID in found.values():  # a broker did not answer in time
+                raise _timed_out()
             return found
 
         topic = partitions[0][0]
         return self.asked(f"asking for offsets of {topic}", ask, topic)
+
+
+def _timed_out() -> KafkaException:
+    return KafkaException(KafkaError(KafkaError._TIMED_OUT))
 
 
 def _is_refusal(said: str) -> bool:

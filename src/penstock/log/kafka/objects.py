@@ -364,9 +364,10 @@ class Draft:
         check_writable_by_user(name)
         topic = self._address.topic(name)
         if topic not in self.there or isinstance(self.duties().get(topic), Removal):
+            ours = [other for other in self.there if other.startswith(self._address.own(""))]
             raise UnknownObjectError(
                 f"there is no topic {topic} to be the stream {name}: a stream's topic is called "
-                f"NAMESPACE.NAME. {guess(topic, self.there)}".rstrip()
+                f"NAMESPACE.NAME. {guess(topic, ours)}".rstrip()
             )
         if spec.partitions not in (None, self.there[topic]):
             raise UsageError(
