@@ -7,12 +7,14 @@ import sys
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from penstock.spark import java
+
 
 def main(log: str, address: str, checkpoint: str, tasks: int) -> None:
     """Everything that is there, in batches of 200; other uuids each time a batch is run."""
     spark = (
         SparkSession.builder.master(f"local[{tasks}]")
-        .config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1")
+        .config("spark.driver.extraJavaOptions", " ".join(java.options()))
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.ui.enabled", "false")
         .getOrCreate()

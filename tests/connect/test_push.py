@@ -192,7 +192,7 @@ def wake_a_zombie(folder: Path, log: Log, sink: SinkProcess) -> None:
 @pytest.mark.row("W14", engine="any")
 @pytest.mark.timeout(600)
 def test_random_kills(tmp_path: Path, log: Log, sink: SinkProcess, chance: random.Random) -> None:
-    push_under_kills(tmp_path, log, sink, 5, chance)
+    push_under_kills(tmp_path, log, sink, 3, chance)
 
 
 @pytest.mark.soak

@@ -27,7 +27,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 @pytest.mark.row("F12", engine="embedded")
 @pytest.mark.timeout(900)
 def test_random_kills(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    random_kills(log, tmp_path, 5, seed_of(request))
+    random_kills(log, tmp_path, 3, seed_of(request))
 
 
 @pytest.mark.soak

@@ -50,7 +50,7 @@ def test_random_kills(
     log: Log, brokers: Brokers, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     seed = seed_of(request)
-    random_kills(log, tmp_path, 5, seed, options=options, nuisance=lambda: kill(brokers))
+    random_kills(log, tmp_path, 3, seed, options=options, nuisance=lambda: kill(brokers))
 
 
 @pytest.mark.soak

@@ -259,7 +259,7 @@ def test_killed_at_every_step_of_the_decision(log: Log, sink: SinkProcess, tmp_p
 @pytest.mark.row("W14", engine="any")
 @pytest.mark.timeout(900)
 def test_random_kills(log: Log, sink: SinkProcess, tmp_path: Path, chance: random.Random) -> None:
-    push_under_kills(log, sink, tmp_path, 5, chance)
+    push_under_kills(log, sink, tmp_path, 3, chance)
 
 
 @pytest.mark.soak

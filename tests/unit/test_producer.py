@@ -395,7 +395,9 @@ def test_a_failure_of_the_log_is_not_blamed_on_the_events(log: Log, path: Path) 
             assert len(found) == 1, "one commit for all, and one error"
             assert isinstance(futures[0].exception(), LogError)
             other.execute("ALTER TABLE elsewhere RENAME TO blobs")
-            assert producer.send("s", Order("a", 1000)).result().offset == 0
+            later = producer.send("s", Order("a", 1000))
+            producer.flush()
+            assert later.result().offset == 0
 
 
 def test_a_producer_without_a_name_that_was_forgotten_goes_on(
