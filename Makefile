@@ -38,6 +38,10 @@ tools: ## Install what tests use: kcat, Redis and PostgreSQL (Debian, as root).
 test: $(READY) tools prepared ## Run all tests (what CI runs).
 	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile
 
+quick: $(READY) ## Run the tests that need neither Spark nor servers: two minutes.
+	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile tests/unit tests/property \
+	  tests/contract/test_embedded.py tests/app/test_declaring.py tests/connect/test_wire.py tests/connect/test_words.py
+
 soak: $(READY) tools prepared ## Run the long random fault tests; the seed is printed.
 	$(RUN)/python -m pytest -m soak -s
 

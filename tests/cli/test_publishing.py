@@ -56,7 +56,7 @@ def test_a_failure_after_lines_were_published_does_not_say_that_nothing_was(
             program.write(f'{{"n": {n}}}')
             program.line()
         done = program.end('{"n": "x"}\n')
-    error = json.loads(done.stderr)["error"]
+    error = json.loads(done.stderr.splitlines()[-1])["error"]
     assert done.returncode == 1
     assert error["code"] == "partly_published"
     assert error["message"].startswith("line 4: S: Expected `int`, got `str`")
