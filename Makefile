@@ -40,7 +40,7 @@ test: $(READY) tools prepared ## Run all tests (what CI runs).
 
 quick: $(READY) ## Run the tests that need neither Spark nor servers: two minutes.
 	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile tests/unit tests/property \
-	  tests/contract/test_embedded.py tests/app/test_declaring.py tests/connect/test_wire.py tests/connect/test_words.py
+	  tests/contract/test_embedded.py tests/app/test_declaring.py tests/connect/test_wire.py
 
 soak: $(READY) tools prepared ## Run the long random fault tests; the seed is printed.
 	$(RUN)/python -m pytest -m soak -s
