@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -349,18 +350,19 @@ def test_untyped_streams(place: Place) -> None:
     assert json.loads(row.data) == {"a": 1}
 
 
-def test_splits_are_a_function_of_the_offsets() -> None:
-    found = splits({0: 5, 1: 0}, {0: 25, 1: 3}, 10)
+def test_splits_are_a_function_of_the_offsets(place: Place) -> None:
+    found = splits(place.log, "s", {0: 5, 1: 0}, {0: 25, 1: 3}, 10)
     assert [(s.partition, s.start, s.end) for s in found] == [
         (0, 5, 15), (0, 15, 25), (1, 0, 3),
     ]  # fmt: skip
 
 
-def test_a_limit_is_shared_fairly() -> None:
-    assert bounded({0: 0, 1: 0}, {0: 100, 1: 10}, 50) == {0: 40, 1: 10}
-    assert bounded({0: 5}, {0: 100, 1: 10}, None) == {0: 100, 1: 10}
-    assert bounded({}, dict.fromkeys(range(3), 100), 30) == dict.fromkeys(range(3), 10)
-    assert sum(bounded({}, dict.fromkeys(range(7), 10), 20).values()) == 20
+def test_a_limit_is_shared_fairly(place: Place) -> None:
+    limited = functools.partial(bounded, place.log, "s")
+    assert limited({0: 0, 1: 0}, {0: 100, 1: 10}, 50) == {0: 40, 1: 10}
+    assert limited({0: 5}, {0: 100, 1: 10}, None) == {0: 100, 1: 10}
+    assert limited({}, dict.fromkeys(range(3), 100), 30) == dict.fromkeys(range(3), 10)
+    assert sum(limited({}, dict.fromkeys(range(7), 10), 20).values()) == 20
 
 
 def test_record_batches_go_through_unchanged(place: Place) -> None:

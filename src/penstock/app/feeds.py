@@ -16,7 +16,7 @@ from penstock.app.positions import Position, producer_name, progress_key, saved_
 from penstock.app.step import Step
 from penstock.app.streams import Emit
 from penstock.errors import AppError, ClosedError
-from penstock.log.api import Holder, Log
+from penstock.log.api import Count, Holder, Log
 from penstock.log.commit import next_sequence
 from penstock.log.compose import EventOptions
 from penstock.log.transaction import Transaction
@@ -192,8 +192,8 @@ class FeedQuery:
                 tx.send(self._stream, sent, **msgspec.structs.asdict(options))
             tx.save(progress_key(self._app, self.name), msgspec.json.encode(position))
 
-    def lag(self) -> int:
-        return 0
+    def lag(self) -> Count:
+        return Count()
 
     def is_idle(self) -> bool:
         return self._source.is_empty() if isinstance(self._source, Channel) else self._is_done

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from penstock.app.definitions import Listening
 from penstock.app.step import Step
 from penstock.connect.listener import Listener, ListenerOptions
-from penstock.log.api import Log
+from penstock.log.api import Count, Log
 
 _LOGGER = logging.getLogger("penstock.listener")
 
@@ -43,8 +43,8 @@ class ListenQuery:
     def _warn(self, line: str) -> None:
         _LOGGER.warning("%s: %s", self.name, line)
 
-    def lag(self) -> int:
-        return 0
+    def lag(self) -> Count:
+        return Count()
 
     def is_idle(self) -> bool:
         """What connectors may still send is not for the app to know."""

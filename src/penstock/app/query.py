@@ -49,9 +49,10 @@ from penstock.errors import (
     PlanChangedError,
     UnknownObjectError,
 )
-from penstock.log.api import Holder, Log, Offsets
+from penstock.log.api import Count, Holder, Log, Offsets
 from penstock.log.commit import next_sequence
 from penstock.log.objects import Stream
+from penstock.log.read import count_from
 
 PIN_S = 3600.0
 IDLE_WAIT_S = 0.5
@@ -197,7 +198,7 @@ class Query:
 
     def is_idle(self) -> bool:
         """Whether everything there is has been handled."""
-        return not self._is_busy and self._is_started and self.lag() == 0 and not self._has_due()
+        return not self._is_busy and self._is_started and not self.lag() and not self._has_due()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to do, or the timeout is over."""
@@ -211,7 +212,7 @@ class Query:
             found = self._log.wait(name, self._full_position(name), timeout_s)
             return found or self._has_due()
         deadline = time.monotonic() + timeout_s
-        while not (news := self.lag() > 0) and time.monotonic() < deadline:
+        while not (news := bool(self.lag())) and time.monotonic() < deadline:
             self._log.wait(self._inputs[0], self._full_position(self._inputs[0]), 0.02)
         return news or self._has_due()
 
@@ -235,20 +236,16 @@ class Query:
             return {}
         return self.position.next.get(name, {})
 
-    def lag(self) -> int:
+    def lag(self) -> Count:
         """How many events wait to be handled."""
-        waiting = 0
+        waiting = Count()
         for name in self._inputs:
             held = self._held(self._log.stream(name))
-            for partition, offsets in self._log.offsets(name).items():
-                waiting += max(0, offsets.next - max(held.get(partition, 0), offsets.first))
-        behind = sum(
-            end - start
-            for partitions in self.position.again.values()
-            for ranges in partitions.values()
-            for start, end in ranges
-        )
-        return waiting + behind
+            waiting += count_from(self._log, name, held)
+            for partition, ranges in self.position.again.get(name, {}).items():
+                for range_ in ranges:
+                    waiting += self._log.count(name, partition, *range_)
+        return waiting
 
     def step(self) -> Step | None:
         """Handle the next batch, if there is anything to handle.
@@ -304,7 +301,7 @@ class Query:
             share = max(1, self._pace.rows // (len(offsets) * len(self._inputs)))
             for partition, found in offsets.items():
                 start = self._start(name, partition, found, held.get(partition))
-                end = min(found.next, start + share)
+                end = min(found.next, self._log.advance(name, partition, start, share))
                 if end > start:
                     ranges.append(Range(name, partition, start, end))
         return ranges, streams
@@ -373,7 +370,7 @@ class Query:
             return keyed_splits(ranges, streams, self._limits.tasks, timers, again)
         if mixes_keys(self.definitions[0]) and ranges:
             return ordered_splits(self._log, ranges, self._limits.tasks)
-        return free_splits(ranges)
+        return free_splits(self._log, ranges)
 
     def _settle(self, order: BatchOrder, outcomes: Sequence[Outcome]) -> None:
         """What else is to be done once the batch is committed."""

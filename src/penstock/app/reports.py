@@ -169,10 +169,11 @@ def agent_rows(log: Log) -> list[AgentRow]:
             for partition in sorted({*ends, *partitions}):
                 offset = partitions.get(partition, 0)
                 end = ends[partition].next if partition in ends else offset
+                waiting = log.count(stream, partition, offset, end)
                 rows.append(
                     AgentRow(
                         app=app, agent=agent, stream=stream, partition=partition, offset=offset,
-                        lag=max(0, end - offset),
+                        lag=waiting.events,
                         worker=position.workers.get(stream, {}).get(partition, ""), state=state,
                     )
                 )  # fmt: skip

@@ -49,7 +49,7 @@ from penstock.errors import (
     UnknownObjectError,
     UsageError,
 )
-from penstock.log.api import Log
+from penstock.log.api import Count, Log
 from penstock.log.objects import (
     AlterStream,
     Change,
@@ -89,7 +89,7 @@ class Runnable(Protocol):
 
     def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None: ...
 
-    def lag(self) -> int: ...
+    def lag(self) -> Count: ...
 
     def is_idle(self) -> bool: ...
 
@@ -159,6 +159,7 @@ class QueryStatus(msgspec.Struct, kw_only=True):
     hop_ms: float = 0.0
     rate: float = 0.0
     lag: int = 0
+    lag_is_exact: bool = True
     error: str = ""
 
 
@@ -240,7 +241,8 @@ class Runner:
         for kept in self._kept:
             kept.status.rate = kept.rate()
             with contextlib.suppress(PenstockError):
-                kept.status.lag = kept.query.lag()
+                lag = kept.query.lag()
+                kept.status.lag, kept.status.lag_is_exact = lag.events, lag.is_exact
                 kept.status.rows_late = kept.query.late_rows()
                 if kept.status.state in ("starting", "restarting") and kept.query.is_idle():
                     kept.status.state, kept.status.error = "running", ""

@@ -19,21 +19,9 @@ ORDERED_ROWS_MIN = 1_000
 """Fewer than this are not worth a task of their own."""
 
 
-def cuts(start: int, end: int, rows: int) -> Iterator[tuple[int, int]]:
-    """The stretch from `start` to `end` in even parts of at most so many rows."""
-    whole = end - start
-    parts = -(-whole // rows)
-    for n in range(parts):
-        yield start + whole * n // parts, start + whole * (n + 1) // parts
-
-
-def free_splits(ranges: Sequence[Range]) -> list[Split]:
+def free_splits(log: Log, ranges: Sequence[Range]) -> list[Split]:
     """Cuts of ranges whose events need no order."""
-    made = [
-        Range(range_.stream, range_.partition, *cut)
-        for range_ in ranges
-        for cut in cuts(range_.start, range_.end, SPLIT_ROWS)
-    ]
+    made = [part for range_ in ranges for part in parts(log, range_, SPLIT_ROWS)]
     return [Split(number=n, ranges=(range_,)) for n, range_ in enumerate(made)]
 
 
@@ -43,12 +31,14 @@ def ordered_splits(log: Log, ranges: Sequence[Range], tasks: int) -> list[Split]
 
     On an engine whose commits have no order, each range by itself.
     """
-    total = sum(range_.end - range_.start for range_ in ranges)
+    sizes = {range_: log.count(*range_).events for range_ in ranges}
+    total = sum(sizes.values())
     wanted = max(-(-total // ORDERED_ROWS), min(tasks, total // ORDERED_ROWS_MIN), 1)
-    longest = max(ranges, key=lambda range_: range_.end - range_.start)
-    moments = [_appended(log, longest, start) for start, _ in _evenly(longest, wanted)]
+    longest = max(ranges, key=sizes.__getitem__)
+    share = -(-sizes[longest] // wanted)
+    moments = [_appended(log, part) for part in parts(log, longest, share)]
     if len(ranges) == 1 or None in moments:
-        return free_splits(ranges)
+        return free_splits(log, ranges)
     cut = list(ranges)
     made: list[tuple[Range, ...]] = []
     for moment in [time for time in moments[1:] if time is not None]:
@@ -62,15 +52,18 @@ def ordered_splits(log: Log, ranges: Sequence[Range], tasks: int) -> list[Split]
     ]
 
 
-def _evenly(range_: Range, parts: int) -> Iterator[tuple[int, int]]:
-    rows = -(-(range_.end - range_.start) // parts)
-    return cuts(range_.start, range_.end, rows)
+def parts(log: Log, range_: Range, rows: int) -> Iterator[Range]:
+    """A range in parts of at most so many events."""
+    start = range_.start
+    while start < range_.end:
+        end = min(range_.end, log.advance(range_.stream, range_.partition, start, rows))
+        yield range_._replace(start=start, end=end)
+        start = end
 
 
-def _appended(log: Log, range_: Range, offset: int) -> dt.datetime | None:
-    """When the event at an offset was appended; `None` where commits have no order."""
-    place = (range_.stream, range_.partition, offset, range_.end)
-    first = next(read_past(log, *place, lambda damage: None), None)
+def _appended(log: Log, range_: Range) -> dt.datetime | None:
+    """When the first event was appended; `None` where commits have no order."""
+    first = next(read_past(log, *range_, lambda damage: None), None)
     if first is None or not first.commit:
         return None
     return from_microseconds(first.commit_of(first.first_offset).time_us)

@@ -68,12 +68,18 @@ def told(
     )
 
 
+def rows_of(log: Log, order: BatchOrder) -> int:
+    """How many events a batch has, where no task has counted them."""
+    ranges = (range_ for split in order.splits for range_ in split.ranges)
+    return sum(log.count(*range_).events for range_ in ranges)
+
+
 def _first_hop(log: Log, order: BatchOrder, range_: Range) -> list[Hop]:
     """The oldest event of a range stands for all, where nobody has looked at each."""
     first = next(read_range(log, order, range_._replace(end=range_.start + 1), []), None)
     if first is None:
         return []
-    return [Hop(first.commit_of(first.first_offset).time_us, range_.end - range_.start)]
+    return [Hop(first.commit_of(first.first_offset).time_us, log.count(*range_).events)]
 
 
 def failed(failure: Failure) -> PenstockError:

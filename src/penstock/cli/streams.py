@@ -24,7 +24,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import confirm, count, note, say, say_json, size_text, table
 from penstock.errors import UsageError
-from penstock.log.api import Log
+from penstock.log.api import Count, Log
 from penstock.log.catalogue import import_record
 from penstock.log.names import SYSTEM, parse_stream
 from penstock.log.objects import (
@@ -35,6 +35,7 @@ from penstock.log.objects import (
     StreamSpec,
 )
 from penstock.log.quantities import format_duration
+from penstock.log.read import count_from
 from penstock.records.schema import Field, Schema, check_field_name, parse_type, schema_of
 
 NewStreamArgument = Annotated[
@@ -99,25 +100,31 @@ def list_streams(
     """List the streams of the log."""
     with open_to_read(context, log, log_option) as opened:
         found = [s for s in opened.streams() if all_ or s.name.namespace != SYSTEM]
-        rows = [_summary(opened, stream) for stream in found]
+        rows = [(_summary(stream), count_from(opened, str(stream.name), {})) for stream in found]
     if json:
-        for row in rows:
-            say_json(row)
+        for row, events in rows:
+            say_json({**row, **_counted(events)})
     elif rows:
-        columns = ("stream", "record", "key", "partitions", "events", "table")
-        table(columns, [[row[name] for name in columns] for row in rows])
+        columns = ("stream", "record", "key", "partitions", "table")
+        table(
+            (*columns, "events"),
+            [[*(row[name] for name in columns), str(events)] for row, events in rows],
+        )
     else:
         note("There are no streams yet: penstock stream create NAME")
 
 
-def _summary(log: Log, stream: Stream) -> dict[str, object]:
-    offsets = log.offsets(str(stream.name)).values()
+def _counted(events: Count) -> dict[str, object]:
+    """On Kafka nobody knows the number without reading: it is at most so many then."""
+    return {"events": events.events, "events_is_exact": events.is_exact}
+
+
+def _summary(stream: Stream) -> dict[str, object]:
     return {
         "stream": str(stream.name),
         "record": stream.record.name if stream.record else stream.spec.content,
         "key": stream.spec.key,
         "partitions": stream.partitions,
-        "events": sum(o.next - o.first for o in offsets),
         "table": stream.spec.table,
     }
 
@@ -238,6 +245,7 @@ def describe_stream(
     with open_to_read(context, log, log_option) as opened:
         found = find_stream(opened, stream)
         offsets = opened.offsets(stream)
+        events = {p: opened.count(stream, p, o.first, o.next) for p, o in offsets.items()}
     if json:
         say_json(_described(found, {p: msgspec.structs.asdict(o) for p, o in offsets.items()}))
         return
@@ -260,7 +268,7 @@ def describe_stream(
         say("")
         table(("field", "type"), [(f.name, f.type) for f in found.record.fields])
     say("")
-    rows = [(p, o.first, o.next, o.next - o.first) for p, o in offsets.items()]
+    rows = [(p, o.first, o.next, str(events[p])) for p, o in offsets.items()]
     table(("partition", "first", "next", "events"), rows)
 
 
@@ -301,11 +309,11 @@ def drop_stream(
     """Remove a stream and all its events. It asks first; without a terminal it wants `--yes`."""
     with open_named(context, log, log_option) as opened:
         found = find_stream(opened, stream)
-        events = sum(o.next - o.first for o in opened.offsets(stream).values())
-        what = f"{found.name} and its {count(events, 'event')}"
+        events = count_from(opened, stream, {})
+        what = f"{found.name} and its {events} event{'' if events == Count(1) else 's'}"
         confirm(f"Drop {what}?", f"this would drop {what}", yes=yes)
         opened.apply([DropStream(stream)])
     if json:
-        say_json({"dropped": str(found.name), "events": events})
+        say_json({"dropped": str(found.name), **_counted(events)})
     else:
         say(f"dropped stream {what}")

@@ -29,6 +29,7 @@ from penstock.errors import LogError, SinkGoneError, UsageError
 from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Committed, Log
 from penstock.log.commit import commit_surely, next_sequence
+from penstock.log.read import count_from
 
 T = TypeVar("T")
 Kind = Literal["stream", "batch"]
@@ -138,7 +139,11 @@ class Delivery:
             ) from error
 
     def _bounded(self, ends: dict[int, int]) -> dict[int, int]:
-        return {p: min(end, self._at.next[p] + ROUND_ROWS) for p, end in ends.items()}
+        at = self._at.next
+        return {
+            p: min(end, self._log.advance(self._stream, p, at[p], ROUND_ROWS))
+            for p, end in ends.items()
+        }
 
     def _rows(self, partition: int, end: int) -> Iterator[list[Row]]:
         for batch in self._log.read(self._stream, partition, self._at.next[partition], end):
@@ -187,9 +192,8 @@ def deliveries(log: Log) -> Iterator[tuple[Delivered, int]]:
     known = {stream.id: str(stream.name) for stream in log.streams()}
     for packed in log.progress_items(PREFIX).values():
         found = _decoder.decode(packed)
-        ends = log.offsets(known[found.stream_id]) if found.stream_id in known else {}
-        waiting = (offsets.next - found.next[p] for p, offsets in ends.items())
-        yield found, sum(max(0, rows) for rows in waiting)
+        stream = known.get(found.stream_id)
+        yield found, count_from(log, stream, found.next).events if stream else 0
 
 
 _decoder = msgspec.json.Decoder(Delivered)

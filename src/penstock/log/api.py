@@ -147,6 +147,22 @@ class Offsets(msgspec.Struct, frozen=True):
     next: int
 
 
+class Count(msgspec.Struct, frozen=True):
+    """How many events there are; not `is_exact`: at most so many."""
+
+    events: int = 0
+    is_exact: bool = True
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.events + other.events, self.is_exact and other.is_exact)
+
+    def __bool__(self) -> bool:
+        return self.events > 0
+
+    def __str__(self) -> str:
+        return f"{self.events:,}" if self.is_exact else f"up to {self.events:,}"
+
+
 class Pin(msgspec.Struct, frozen=True):
     """A moment of the log's tables that stays readable until `expires`; plain data."""
 
@@ -269,6 +285,19 @@ class Log(Protocol):
 
     def offset_at(self, stream: str, partition: int, time: dt.datetime) -> int:
         """The first offset that was appended at `time` or later; the next one if none was."""
+
+    def advance(self, stream: str, partition: int, start: int, rows: int) -> int:
+        """Where a batch of `rows` events that begins at `start` ends: the offset behind it.
+
+        It never has more events, and may have fewer: where offsets have gaps, and where the
+        partition ends before it.
+        """
+
+    def count(self, stream: str, partition: int, start: int, end: int) -> Count:
+        """How many events there are from `start` up to before `end`, both within `offsets`.
+
+        Offsets may have gaps: nobody but the engine knows what their distance means.
+        """
 
     def read(
         self, stream: str, partition: int, start: int, end: int | None = None

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import DamagedError, UnknownObjectError, UsageError
-from penstock.log.api import Log, Offsets, Start
+from penstock.log.api import Count, Log, Offsets, Start
 from penstock.log.batch import Batch
 from penstock.log.compose import check_class_fits
 from penstock.log.merge import Read, in_commit_order
@@ -194,6 +194,15 @@ def start_offsets(log: Log, stream: str, partitions: Sequence[int], start: Start
         return dict.fromkeys(partitions, start)
     now = log.offsets(stream)
     return {p: now[p].next if start == "latest" else now[p].first for p in partitions}
+
+
+def count_from(log: Log, stream: str, positions: Mapping[int, int]) -> Count:
+    """How many events there are from these offsets on, or from the first that is still there."""
+    found = Count()
+    for partition, offsets in log.offsets(stream).items():
+        start = max(positions.get(partition, offsets.first), offsets.first)
+        found += log.count(stream, partition, start, offsets.next)
+    return found
 
 
 def start_offset(log: Log, stream: str, partition: int, start: Start) -> int:

@@ -62,7 +62,7 @@ class SparkBackend:
             stateful.claim()
             return stateful
         claimed_groups(log, app, [definition])
-        executor = FrameExecutor(self._spark, log.url, self._options, app, shape)
+        executor = FrameExecutor(self._spark, log, self._options, app, shape)
         return Query(log, app, [definition], executor, limits=self._limits, clock=self._clock)
 
     def _shape(self, log: Log, definition: Definition) -> Shape:

@@ -12,9 +12,11 @@ from pyspark import SparkContext
 from pyspark.core.broadcast import Broadcast
 from pyspark.sql import DataFrame, SparkSession
 
+from penstock.app.step import rows_of
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import SparkGoneError
 from penstock.log import OptionValue
+from penstock.log.api import Log
 from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
 from penstock.spark.frames import (
     Options,
@@ -95,10 +97,10 @@ class FrameExecutor:
     """
 
     def __init__(
-        self, spark: SparkSession, url: str, options: Options, app: str, shape: Shape
+        self, spark: SparkSession, log: Log, options: Options, app: str, shape: Shape
     ) -> None:
         self._spark = spark
-        self._url = url
+        self._log = log
         self._options = dict(options)
         self._shape = shape
         self._source = f"{app}.{shape.definition.name}"
@@ -115,25 +117,24 @@ class FrameExecutor:
                 outcomes = collect_staged(plan.select("outcome"))
         except SPARK_ERRORS as error:
             return [Outcome(failure=user_failure(self._shape.definition.name, error))]
-        rows = sum(range_.end - range_.start for split in batch.splits for range_ in split.ranges)
-        return [*outcomes, Outcome(rows_in=rows)]
+        return [*outcomes, Outcome(rows_in=rows_of(self._log, batch))]
 
     def _staged(self) -> DataFrame:
         shape = self._shape
         frames = {}
         for stream in shape.streams:
             frames[stream.name] = read_stream(
-                self._spark, self._url, self._options, stream.name, shape.columns[stream.name],
+                self._spark, self._log.url, self._options, stream.name, shape.columns[stream.name],
                 self._tasks,
             )  # fmt: skip
         for table in shape.tables:
             columns = shape.columns[table.name]
             frames[table.name] = read_table(
-                self._spark, self._url, self._options, table.name, columns
+                self._spark, self._log.url, self._options, table.name, columns
             )
         frames = {name: with_absent(frame, shape.offered[name]) for name, frame in frames.items()}
         result = shape.prepared(shape.applied(frames))
-        return stage_frame(result, self._url, self._options, shape.output.name, self._source)
+        return stage_frame(result, self._log.url, self._options, shape.output.name, self._source)
 
     def close(self) -> None:
         pass

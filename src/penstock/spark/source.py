@@ -26,7 +26,8 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from penstock.app.splits import cuts
+from penstock.app.splits import parts
+from penstock.app.task import Range
 from penstock.errors import DamagedError, OffsetGoneError, UnknownObjectError, UsageError
 from penstock.log.api import Log, Offsets
 from penstock.log.batch import stream_columns
@@ -107,13 +108,15 @@ def _offered(stream: Stream, options: SourceOptions) -> pa.Schema:
 
 
 def splits(
-    start: Mapping[int, int], end: Mapping[int, int], split_rows: int
+    log: Log, stream: str, start: Mapping[int, int], end: Mapping[int, int], split_rows: int
 ) -> list[RangePartition]:
-    """What tasks read between two sets of offsets: a function of the offsets alone."""
+    """What tasks read between two sets of offsets."""
     return [
-        RangePartition(partition, at, stop)
+        RangePartition(part.partition, part.start, part.end)
         for partition in sorted(end)
-        for at, stop in cuts(start.get(partition, 0), end[partition], split_rows)
+        for part in parts(
+            log, Range(stream, partition, start.get(partition, 0), end[partition]), split_rows
+        )
     ]
 
 
@@ -174,7 +177,8 @@ class BatchReader(_RangeReader, DataSourceReader):
             end = offsets_of(log, options.stream, options.end, "end")
             known = {p: o.next for p, o in log.offsets(options.stream).items()}
             bound = {p: min(offset, known[p]) for p, offset in end.items()}
-            return splits(self._checked_start(log, start), bound, options.split_rows)
+            first = self._checked_start(log, start)
+            return splits(log, options.stream, first, bound, options.split_rows)
 
 
 class SnapshotReader(DataSourceReader):
@@ -295,7 +299,7 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         if not isinstance(limit, ReadMaxRows | ReadAllAvailable):
             raise UsageError(f"the limit {limit!r} is not one that streams can keep")
-        return _told(bounded(at, ends, rows))
+        return _told(bounded(log, stream, at, ends, rows))
 
     def _check_same(self, found: int) -> None:
         if self._id not in (None, found):
@@ -311,9 +315,10 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return _told(self._ends())
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        first = self._checked_start(self._held(), {int(p): o for p, o in start.items()})
+        log = self._held()
+        first = self._checked_start(log, {int(p): o for p, o in start.items()})
         last = {int(p): o for p, o in end.items()}
-        return splits(first, last, self._options.split_rows)
+        return splits(log, self._options.stream, first, last, self._options.split_rows)
 
     def commit(self, end: dict[str, int]) -> None:
         """Nothing to do: events stay until retention removes them."""
@@ -340,17 +345,17 @@ def _told(offsets: Mapping[int, int]) -> dict[str, int]:
 
 
 def bounded(
-    start: Mapping[int, int], end: Mapping[int, int], rows_max: int | None
+    log: Log, stream: str, start: Mapping[int, int], end: Mapping[int, int], rows_max: int | None
 ) -> dict[int, int]:
     """As far towards `end` as `rows_max` rows go, each partition getting a fair share."""
     at = {p: start.get(p, 0) for p in end}
-    waiting = {p: max(0, end[p] - at[p]) for p in end}
+    waiting = {p: log.count(stream, p, at[p], end[p]).events for p in end}
     if rows_max is None or sum(waiting.values()) <= rows_max:
         return {p: max(end[p], at[p]) for p in end}
     left = rows_max
     ordered = sorted(waiting, key=lambda p: waiting[p])
     for index, partition in enumerate(ordered):
         share = min(waiting[partition], left // (len(ordered) - index))
-        at[partition] += share
+        at[partition] = log.advance(stream, partition, at[partition], share)
         left -= share
     return at

@@ -23,7 +23,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from penstock.app.claims import claim
 from penstock.app.definitions import Definition, Derivation
 from penstock.app.positions import Position, producer_name, saved_position
-from penstock.app.step import Step, commit_batch, failed, told
+from penstock.app.step import Step, commit_batch, failed, rows_of, told
 from penstock.app.tables import AppTable
 from penstock.app.task import BatchOrder, Outcome, Range, Split
 from penstock.app.windows import Windows
@@ -34,8 +34,9 @@ from penstock.errors import (
     SparkGoneError,
 )
 from penstock.log import OptionValue
-from penstock.log.api import Holder, Log
+from penstock.log.api import Count, Holder, Log
 from penstock.log.batch import stream_columns
+from penstock.log.read import count_from
 from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
 from penstock.spark.frames import (
     collect_staged,
@@ -232,7 +233,7 @@ class StatefulQuery:
             pieces = [piece for outcome in outcomes for piece in outcome.pieces]
             output = self._shape.output.name
             self._late_sent += sum(piece.rows for piece in pieces if piece.stream != output)
-        rows = sum(r.end - r.start for split in order.splits for r in split.ranges)
+        rows = rows_of(self._log, order)
         self._tell(
             told(self._log, order, [*outcomes, Outcome(rows_in=rows)], committed,
                  time.monotonic() - began)
@@ -292,12 +293,10 @@ class StatefulQuery:
 
     # How it is doing
 
-    def lag(self) -> int:
-        waiting = 0
+    def lag(self) -> Count:
+        waiting = Count()
         for stream in self._shape.streams:
-            at = self.position.next.get(stream.name, {})
-            for partition, offsets in self._log.offsets(stream.name).items():
-                waiting += max(0, offsets.next - max(at.get(partition, 0), offsets.first))
+            waiting += count_from(self._log, stream.name, self.position.next.get(stream.name, {}))
         return waiting
 
     def is_idle(self) -> bool:
@@ -312,7 +311,7 @@ class StatefulQuery:
             with spark_alive():
                 message = query.status["message"]
             self._is_quiet = message == NOTHING_TO_DO and not self._is_busy
-        return self._is_quiet and self.lag() == 0
+        return self._is_quiet and not self.lag()
 
     def late_rows(self) -> int:
         """Exact where they are sent to a stream; else what Spark says, which counts after it has

@@ -26,6 +26,7 @@ from penstock.log.api import (
     Commit,
     CommitOptions,
     Committed,
+    Count,
     Damage,
     Entry,
     Holder,
@@ -357,6 +358,14 @@ class SqliteLog:
 
     def offset_at(self, stream: str, partition: int, time: dt.datetime) -> int:
         return self._reader.offset_at(self.stream(stream), partition, microseconds(time))
+
+    def advance(self, stream: str, partition: int, start: int, rows: int) -> int:
+        del stream, partition  # offsets have no gaps here
+        return start + rows
+
+    def count(self, stream: str, partition: int, start: int, end: int) -> Count:
+        del stream, partition
+        return Count(max(0, end - start))
 
     def read(
         self, stream: str, partition: int, start: int, end: int | None = None

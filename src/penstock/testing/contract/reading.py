@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 from penstock.errors import UnknownObjectError
-from penstock.log.api import Log
+from penstock.log.api import Count, Log
 from penstock.log.objects import (
     DropStream,
     GrowStream,
 )
-from penstock.log.read import read_batches
+from penstock.log.read import count_from, read_batches
 from penstock.log.transaction import Transaction
 from penstock.producer import Producer
 from penstock.testing.contract.setting import (
@@ -76,6 +76,31 @@ class Reading(OnEngine):
             found = [event.data for batch in batches for event in batch.events(Order)]
             amounts = [order.amount for order in found if isinstance(order, Order)]
             assert amounts == list(range(first, last))
+
+    def test_events_are_counted_by_whoever_knows_its_offsets(self, log: Log) -> None:
+        """A batch ends where the engine says; a count is right, or says that it is the most."""
+        create(log, "s")
+        holder = log.hold("p")
+        for sequence in range(5):
+            commit_as(log, holder, sequence, "s", range(sequence * 10, sequence * 10 + 10))
+        offsets = log.offsets("s")[0]
+        start, seen = offsets.first, list[int]()
+        while start < offsets.next:
+            end = min(offsets.next, log.advance("s", 0, start, 7))
+            read = [
+                amount
+                for batch in log.read("s", 0, start, end)
+                for amount in batch.data().column("amount").to_pylist()
+            ]
+            assert start < end
+            assert len(read) <= 7
+            found = log.count("s", 0, start, end)
+            assert found.events == len(read) if found.is_exact else found.events >= len(read)
+            seen += read
+            start = end
+        assert seen == list(range(50))
+        assert log.count("s", 0, offsets.next, offsets.next) == Count(0)
+        assert count_from(log, "s", {}).events >= 50
 
     def test_reading_starts_at_a_time_of_append(self, log: Log) -> None:
         create(log, "s")
