@@ -56,7 +56,7 @@ format: $(READY) ## Format the code.
 	$(RUN)/ruff format .
 
 rows: $(READY) ## Which checklist rows the last test run proved.
-	@$(RUN)/python -m penstock.testing.rows
+	@$(RUN)/python -m tests.rows
 
 bench: $(READY) ## Measure, as ratios in one run; writes docs/benchmarks.json and the table.
 	$(RUN)/python -m bench

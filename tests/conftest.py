@@ -19,8 +19,8 @@ from pyspark.sql import SparkSession
 from penstock.spark.session import close_session
 from penstock.testing.apps import test_session
 from penstock.testing.brokers import Brokers, BrokersError, jars
-from penstock.testing.rows import RowPlugin
 from tests.connect.hosting import SinkProcess
+from tests.rows import RowPlugin
 
 
 def pytest_configure(config: pytest.Config) -> None:

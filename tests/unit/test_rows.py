@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.testing.rows import RowPlugin
+from tests.rows import RowPlugin
 
 
 def marked(name: str, engine: str) -> Any:

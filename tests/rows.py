@@ -1,7 +1,7 @@
 """Which checklist rows the last test run proved: a pytest plugin and the report.
 
 Tests carry `@pytest.mark.row("H10")`; the engine is the mark's `engine`, or the `engine` of
-the test's class, or "any". `python -m penstock.testing.rows` prints one line per row and
+the test's class, or "any". `python -m tests.rows` prints one line per row and
 engine, from `docs/rows.toml` and the results of the last run.
 """
 
