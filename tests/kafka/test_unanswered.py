@@ -29,8 +29,10 @@ def log(silent: Brokers, tmp_path: Path) -> Iterator[Log]:
         with Transaction(patient, "p") as tx:
             tx.send("t", Order("a", 1))
             tx.save("k", b"1")
-        options = {"upkeep_interval_ms": 0, "broker_timeout_ms": 3000}
-        with open_log(silent.url, cache=str(tmp_path / "other"), **options) as opened:
+        other = str(tmp_path / "other")
+        with open_log(
+            silent.url, cache=other, upkeep_interval_ms=0, broker_timeout_ms=3000
+        ) as opened:
             yield opened
 
 
