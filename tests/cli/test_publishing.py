@@ -18,6 +18,8 @@ import apsw
 import pytest
 
 from penstock.cli import main
+from penstock.cli.waiting import Attempts
+from penstock.errors import CommitOutcomeUnknownError, LogBusyError, PenstockError
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
 from penstock.testing.processes import wait_until
 from tests.cli.conftest import PROGRAM, Program, Run, data, environment, on_terminal, rows
@@ -156,6 +158,21 @@ def test_a_writer_that_holds_the_log_is_waited_for_aloud(
         other.close()
     assert program.join() == 0
     assert data(run("read", "s", "--json")) == [7]
+
+
+def test_an_outcome_that_was_unknown_once_stays_so() -> None:
+    """Whatever is wrong in the end: the try before it may have published everything."""
+    errors: list[PenstockError] = [CommitOutcomeUnknownError("no answer came")]
+
+    def work() -> None:
+        raise errors.pop() if errors else LogBusyError("another process writes")
+
+    with Attempts("x.db", 250, print) as attempts:
+        with pytest.raises(CommitOutcomeUnknownError, match="another process writes; gave up"):
+            attempts.until_done(work)
+        assert not errors
+        with pytest.raises(LogBusyError, match="another process writes; gave up"):
+            attempts.until_done(work)
 
 
 def test_an_error_of_the_system_is_told_as_it_is(run: Run, tmp_path: Path) -> None:

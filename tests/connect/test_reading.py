@@ -184,6 +184,27 @@ def test_killed_when_all_was_read_and_before_it_was_forgotten(
             assert sink.read(timeout=5) == following
 
 
+@pytest.mark.row("W7", engine="any")
+def test_what_came_first_and_was_committed_last_is_read_last(tmp_path: Path) -> None:
+    """How far one stretch was read says nothing of another, whose messages are older."""
+    spool = Spool(tmp_path, 1000)
+    first, last = SpoolSink(spool, "first"), SpoolSink(spool, "last")
+    for sink in (last, first):
+        sink.open(0, None)
+        sink.append([wire.Message(1, 0, 0, None, b"%d" % n) for n in range(2)])
+        sink.flush()
+    for sink, worker in ((first, "first"), (last, "last")):
+        sink.commit(0, 2)
+        found = [spool.take(), spool.take()]
+        assert [(kept.worker, kept.data) for kept in found if kept] == [
+            (worker, b"0"),
+            (worker, b"1"),
+        ]
+        spool.confirm()
+    assert spool.take() is None
+    spool.close()
+
+
 @pytest.mark.row("W12", engine="any")
 def test_what_is_voted_for_or_decided_is_written_through(tmp_path: Path) -> None:
     """Only what is durable survives a loss of power: vote, commit and abort are."""
@@ -202,6 +223,9 @@ def test_what_is_voted_for_or_decided_is_written_through(tmp_path: Path) -> None
     said.clear()
     sink.flush()
     assert is_durable()
+    with pytest.raises(UsageError, match="does not hold worker w up to 4"):
+        sink.commit(0, 4)
+    said.clear()
     sink.commit(0, 3)
     assert is_durable()
     sink.abort(3)

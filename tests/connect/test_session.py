@@ -14,12 +14,17 @@ from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
 from penstock.connect import wire
 from penstock.connect.effects import Close, Send
+from penstock.connect.intake import to_parts
 from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import records
+from penstock.connect.registry import Claim, SourceRecord, records
 from penstock.connect.session import Ask, Effect, SourceSession, Terms
+from penstock.errors import LogError
+from penstock.log.api import Part
+from penstock.log.compose import Composer
 from penstock.testing.processes import wait_until
 from tests.connect.peer import Peer, message
 
+RAW = ListenerOptions(routes=[("*", "raw")], metrics_interval_ms=0)
 NUMBER = wire.stream_id("s")
 HELLO = wire.Hello(wire.SOURCE_VERSION, "", "p", "i")
 
@@ -34,8 +39,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 @pytest.fixture
 def peer(log: Log) -> Iterator[Peer]:
     """A connector that has the stream `s`."""
-    options = ListenerOptions(routes=[("*", "raw")], metrics_interval_ms=0)
-    with Listener(log, options, print) as listener, Peer(listener.address) as found:
+    with Listener(log, RAW, print) as listener, Peer(listener.address) as found:
         found.hello()
         assert found.notify("s") == wire.NotifyAck(True, NUMBER, wire.NEVER)
         yield found
@@ -111,6 +115,57 @@ def test_what_came_before_a_connectors_error_is_stored(log: Log, peer: Peer) -> 
     assert peer.next() == wire.Ack(2, ((NUMBER, 1),))
     assert peer.next() is None
     assert data_of(log) == [b"a"]
+
+
+def test_a_connector_that_comes_again_waits_for_its_old_connection_to_be_gone(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not told at once that another one has its stream."""
+    monkeypatch.setattr("penstock.connect.listener.GRACE_S", 20.0)
+    with Listener(log, RAW) as listener, Peer(listener.address) as again:
+        with Peer(listener.address) as before:
+            for one in (before, again):
+                one.hello()
+            before.notify("s")
+            again.send(wire.Notify(NUMBER, "s", 0))
+        assert again.next() == wire.NotifyAck(True, NUMBER, wire.NEVER)
+
+
+def test_a_log_that_fails_is_no_fault_of_the_connector(
+    log: Log, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent away, and comes again; an error would be told to whoever looks after it."""
+
+    def save(claim: Claim, record: SourceRecord, parts: list[Part]) -> None:
+        raise LogError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Claim, "save", save)
+        peer.send(message("s", 1, b"a"))
+        assert peer.next() == wire.Restart("")
+        assert peer.next() is None
+    assert data_of(log) == []
+
+
+def test_what_is_decoded_keeps_its_order_too(log: Log) -> None:
+    """A message without a key has its stream's name for one, so that all are in one partition."""
+    options = ListenerOptions(routes=RAW.routes, decoder=bytes.upper)
+    with Listener(log, options) as listener, Peer(listener.address) as peer:
+        peer.hello()
+        peer.notify("s")
+        peer.send(message("s", 1, b"a"), message("s", 2, b"b", b"k"))
+        assert isinstance(peer.next(), wire.Ack)
+    found = [(event.data, event.key, event.id) for event in read_events(log, "raw")]
+    assert sorted(found) == [(b"A", b"s", "s/1"), (b"B", b"k", "s/2")]
+
+
+def test_a_lack_of_memory_is_no_damage_of_a_message(log: Log) -> None:
+    def decode(data: bytes) -> object:
+        raise MemoryError
+
+    composer, stream = Composer("p", log.limits), log.stream("raw")
+    with pytest.raises(MemoryError):
+        to_parts(composer, log.limits, stream, "s", [message("s", n) for n in (1, 2)], decode)
 
 
 def test_streams_that_nobody_has_answered_for_count_too() -> None:

@@ -328,6 +328,40 @@ def test_a_target_that_fails_is_voted_against(tmp_path: Path) -> None:
     assert lines(tmp_path) == []
 
 
+@pytest.mark.row("W12", engine="any")
+@pytest.mark.parametrize("commit", [True, False])
+def test_an_outcome_that_the_target_could_not_take_is_told_again(
+    tmp_path: Path, commit: bool
+) -> None:
+    """It does not count as told before it is carried out."""
+    failures = [OSError("no route to host")]
+
+    class Away(FileSink):
+        def commit(self, start: int, end: int) -> None:
+            self.fail()
+            super().commit(start, end)
+
+        def abort(self, start: int) -> None:
+            self.fail()
+            super().abort(start)
+
+        def fail(self) -> None:
+            if failures:
+                raise failures.pop()
+
+    with SinkHost(lambda worker: Away(tmp_path, worker), tmp_path) as host:
+        with SinkWorker(address_of(host), "w", (1,)) as worker:
+            worker.send(rows("one"))
+            assert worker.vote("t", 0)
+            with pytest.raises(SinkGoneError, match="no route to host"):
+                worker.resolve("t", commit)
+        with SinkWorker(address_of(host), "w", (2,)) as worker:
+            assert worker.uncommitted == ("t",)
+            worker.resolve("t", commit)
+            assert worker.committed == (3 if commit else 0)
+    assert lines(tmp_path) == (["one"] if commit else [])
+
+
 @pytest.mark.row("W11", engine="any")
 def test_each_stream_of_a_worker_is_counted_for_itself(tmp_path: Path) -> None:
     """Penstock's workers have one; others may have more, and one transaction over them."""
