@@ -120,6 +120,18 @@ def test_a_connector_is_set_back(log: Log, capsys: pytest.CaptureFixture[str]) -
     assert printed(capsys) == [{"rewound": "shop", "from": 3, "to": None}]
 
 
+def test_a_connector_with_a_longer_name_is_another_one(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`shop.eu` may be a partition of `shop`; what has partitions itself is not."""
+    write(log, 1)
+    write(log, 1, partition="eu")
+    write(log, 1, name="shop.eu", partition="north")
+    assert run(log, "forget", "shop", "--yes", "--json") == 0
+    assert [row["forgot"] for row in printed(capsys)] == ["shop", "shop.eu"]
+    assert [record.name for record in records(log)] == ["shop.eu.north"]
+
+
 def test_nothing_is_left_out_though_it_was_set_back_meanwhile(
     log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

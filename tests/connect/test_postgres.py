@@ -19,7 +19,12 @@ from penstock.connect.dial import DialOptions, SinkWorker
 from penstock.connect.registry import records
 from penstock.connect.sink import Sink
 from penstock.connect.sinks.postgres import PostgresSink
-from penstock.connect.sources.postgres import PostgresListenSource
+from penstock.connect.sources.postgres import (
+    Connection,
+    PostgresListenSource,
+    _Rows,
+    connected,
+)
 from penstock.connect.wire import Message
 from penstock.errors import ConnectorError, UsageError
 from penstock.testing.processes import wait_until
@@ -142,6 +147,30 @@ def test_a_smaller_id_that_is_committed_later_is_not_lost(
         slow.commit()
         come(log, 3)
     assert numbers(log) == [0, 1, 2]
+
+
+def test_a_transaction_that_begins_while_the_newest_row_is_found_is_waited_for(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rows there are is asked before who writes: whoever has a smaller id is seen then."""
+    insert(server, 0, 1)
+    rows, looks = _Rows("events", "id"), list[object]()
+    look = _Rows._writing
+    with psycopg.connect(server.url) as slow, connected(server.url) as connection:
+
+        def writing(rows: _Rows, connection: Connection) -> set[str]:
+            found = look(rows, connection)
+            if not looks:
+                slow.execute("INSERT INTO events (n) VALUES (1)")
+                insert(server, 2, 3)
+            looks.append(found)
+            return found
+
+        monkeypatch.setattr(_Rows, "_writing", writing)
+        read = [item for _ in range(5) for item in rows.read(connection)]
+        slow.commit()
+        read += [item for _ in range(5) for item in rows.read(connection)]
+    assert [json.loads(item.data)["n"] for item in read] == [0, 1, 2]
 
 
 def test_many_write_at_once(server: PostgresServer, log: Log) -> None:

@@ -739,6 +739,43 @@ def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path) -> None:
     sink.close()
 
 
+def test_a_file_sink_that_is_killed_while_it_discards_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of the file is never more than the file has."""
+
+    def killed(sink: FileSink, ends: Ends) -> None:
+        raise ZeroDivisionError
+
+    sink = FileSink(tmp_path, "w")
+    sink.open(0, None)
+    sink.append([wire.Message(1, 0, 0, None, b"one")])
+    sink.flush()
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(FileSink, "_save", killed)
+        sink.abort(0)
+    sink.close()
+    sink.open(0, 3)  # the host did not get to save it, either
+    sink.abort(0)
+    sink.append([wire.Message(1, 0, 0, None, b"two")])
+    sink.flush()
+    sink.commit(0, 3)
+    sink.close()
+    assert lines(tmp_path) == ["two"]
+
+
+def test_an_outcome_that_a_sink_passes_over_is_not_taken_for_heard(
+    host: SinkHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another make may do."""
+    with SinkWorker(address_of(host), "w", (1,)) as worker:
+        worker.send(rows("one"))
+        assert worker.vote("t", 0)
+        monkeypatch.setattr(SinkSession, "_phase2", lambda session, told: [])
+        with pytest.raises(SinkGoneError, match="has not resolved t"):
+            worker.resolve("t", True)
+
+
 def test_a_target_that_is_away_is_told_apart_from_one_that_refuses(tmp_path: Path) -> None:
     class Away(FileSink):
         def open(self, committed: int, kept: int | None) -> None:
