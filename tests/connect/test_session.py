@@ -16,7 +16,7 @@ from penstock.connect import wire
 from penstock.connect.effects import Close, Send
 from penstock.connect.intake import to_parts
 from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import Claim, SourceRecord, records
+from penstock.connect.registry import Claim, Registry, SourceRecord, records
 from penstock.connect.session import Ask, Effect, SourceSession, Terms
 from penstock.errors import LogError
 from penstock.log.api import Part
@@ -122,12 +122,20 @@ def test_a_connector_that_comes_again_waits_for_its_old_connection_to_be_gone(
 ) -> None:
     """It is not told at once that another one has its stream."""
     monkeypatch.setattr("penstock.connect.listener.GRACE_S", 20.0)
+    take, found = Registry.take, list[object]()
+
+    def noted(registry: Registry, *asked: Any) -> Claim | SourceRecord:
+        found.append(claim := take(registry, *asked))
+        return claim
+
+    monkeypatch.setattr(Registry, "take", noted)
     with Listener(log, RAW) as listener, Peer(listener.address) as again:
         with Peer(listener.address) as before:
             for one in (before, again):
                 one.hello()
             before.notify("s")
             again.send(wire.Notify(NUMBER, "s", 0))
+            wait_until(lambda: isinstance(found[-1], SourceRecord), 30, "its being refused once")
         assert again.next() == wire.NotifyAck(True, NUMBER, wire.NEVER)
 
 
@@ -145,6 +153,23 @@ def test_a_log_that_fails_is_no_fault_of_the_connector(
         assert peer.next() == wire.Restart("")
         assert peer.next() is None
     assert data_of(log) == []
+
+
+def test_what_could_not_be_stored_is_not_acknowledged(log: Log) -> None:
+    """Of a stream of which nothing is safe, the answer would say that all of it is."""
+
+    def decode(data: bytes) -> object:
+        raise ValueError("no")
+
+    options = ListenerOptions(routes=RAW.routes, decoder=decode)
+    with Listener(log, options) as listener, Peer(listener.address) as peer:
+        peer.hello()
+        peer.notify("s")
+        peer.send(message("s", 1, b"a"))
+        found = list(iter(peer.next, None))
+    assert isinstance(found[-1], wire.Error)
+    assert not any(frame.points for frame in found if isinstance(frame, wire.Ack))
+    assert is_safe(log, wire.NEVER)
 
 
 def test_what_is_decoded_keeps_its_order_too(log: Log) -> None:

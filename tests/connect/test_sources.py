@@ -563,6 +563,10 @@ def test_a_source_that_has_nothing_costs_no_credits() -> None:
                 number = give(peer, "a", 5)
                 assert numbers_until(peer, 3) == [0, 1, 2, 3]
                 connector.wake()
+                peer.socket.settimeout(0.3)  # that nothing comes cannot be waited for otherwise
+                with pytest.raises(TimeoutError):
+                    peer.next()
+                peer.socket.settimeout(30)
                 peer.send(wire.Ack(2, ((number, 3),)))
                 assert numbers_until(peer, 5) == [4, 5]
 
