@@ -16,7 +16,9 @@ from penstock import (
     App,
     AppStream,
     Context,
+    CreateStream,
     DeadLetter,
+    DropStream,
     Entry,
     Event,
     Log,
@@ -278,6 +280,39 @@ def test_events_that_are_gone(tmp_path: Path, on_gone: str) -> None:
         else:
             run.until_idle()
             assert run.table(spent) == {"ada": 1 + sum(left)}
+
+
+@pytest.mark.parametrize("how", ["retention", "made anew"])
+def test_what_was_not_acknowledged_and_is_gone_holds_nothing_up(tmp_path: Path, how: str) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user", partitions=1, on_gone="skip")
+    calls: list[str] = []
+    is_free = threading.Event()
+
+    @app.agent(orders, ack="manual")
+    def call(order: Order, context: Context) -> None:
+        calls.append(order.item)
+        if is_free.is_set():
+            context.ack()
+
+    with AppTest(app, tmp_path, tries_max=1) as run:
+        run.send(orders, Order("ada", "gone"))
+        wait_until(lambda: "gone" in calls, 30, "the first call")
+        run.runner.stop()
+        spec = run.log.stream("orders").spec
+        if how == "made anew":
+            run.log.apply([DropStream("orders"), CreateStream(spec)])
+        else:
+            run.log.apply([AlterStream(msgspec.structs.replace(spec, retention_ms=1))])
+            while run.log.offsets("orders")[0].first < 1:
+                run.log.maintain()
+            run.log.apply([AlterStream(spec)])
+        calls.clear()
+        is_free.set()
+        run.send(orders, Order("ada", "new"))
+        run._start()
+        run.until_idle(30)
+    assert calls == ["new"]
 
 
 # What a batch sees, and what it leaves behind
