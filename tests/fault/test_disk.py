@@ -21,6 +21,7 @@ from penstock.errors import (
     LogIOError,
     LogReadOnlyError,
     PenstockError,
+    PieceError,
 )
 from penstock.log import open_log
 from penstock.log.api import Commit, CommitOptions, Damage, Log
@@ -195,6 +196,20 @@ def test_a_commit_that_is_repeated_is_synced_again(disk: FaultyVfs, path: Path) 
         part = make_part(log, "s", [1])
         done = log.commit(holder, 0, Commit(parts=[part]), CommitOptions(acks="all"))
         assert done.repeated
+        assert len(disk.syncs) == 1
+
+
+def test_a_commit_whose_pieces_are_gone_is_synced_when_it_is_repeated(
+    disk: FaultyVfs, path: Path
+) -> None:
+    with open_on(path) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        lazily = CommitOptions(acks="write")
+        piece = log.stage(holder, 0, make_part(log, "s", [1]), lazily)
+        log.commit(holder, 0, Commit(pieces=[piece]), lazily)
+        disk.syncs.clear()
+        assert log.commit(holder, 0, Commit(pieces=[piece])).repeated
         assert len(disk.syncs) == 1
 
 
@@ -472,3 +487,40 @@ def check_listed(log: Log, found: list[Damage]) -> None:
         events = read_events(log, name, Order, ReadOptions(on_damage=told.append))
         rows = sum(damage.last_offset + 1 - damage.first_offset for damage in lost)
         assert sum(1 for _ in events) == 400 - rows
+
+
+def test_a_damaged_piece_is_not_committed(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "t", table=True)
+        holder = log.hold("p")
+        piece = log.stage(holder, 0, make_part(log, "t", range(100)))
+        blob = piece.batches[0]
+        with contextlib.closing(connect(path)) as connection:
+            [row] = connection.execute("SELECT data FROM blobs WHERE id = ?", (blob,)).fetchall()
+            assert isinstance(row[0], bytes)
+            data = bytearray(row[0])
+            data[-80] ^= 1
+            connection.execute("UPDATE blobs SET data = ? WHERE id = ?", (bytes(data), blob))
+        with pytest.raises(PieceError, match="damaged: stage it again"):
+            log.commit(holder, 0, Commit(pieces=[piece]))
+        piece = log.stage(holder, 0, make_part(log, "t", range(100)))
+        log.commit(holder, 0, Commit(pieces=[piece]))
+        assert len(log.page("t")) == 10
+
+
+def test_a_follower_is_told_of_damage_once(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        for n in range(2):
+            commit_as(log, holder, n, "s", [n])
+        with contextlib.closing(connect(path)) as connection:
+            connection.execute("UPDATE batches SET seal = seal + 1 WHERE first_offset = 1")
+        told: list[DamagedError] = []
+        events = read_events(log, "s", Order, ReadOptions(on_damage=told.append, follow=True))
+        assert next(events).data.amount == 0
+        later = threading.Timer(0.2, lambda: commit_as(log, holder, 2, "s", [2]))
+        later.start()
+        assert next(events).data.amount == 2
+        later.join()
+        assert [damage.first_offset for damage in told] == [1]

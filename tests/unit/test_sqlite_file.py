@@ -377,3 +377,23 @@ def test_a_damaged_declaration_is_found_and_the_rest_verified(path: Path) -> Non
         assert [damage.stream for damage in log.verify()] == ["bad"]
         assert list(orders(log, "good")) == []
         assert log.facts()["streams"] == 4
+
+
+def test_a_backup_is_on_the_disk_before_it_has_its_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, synced = tmp_path / "copy.db", []
+    real = os.fsync
+
+    def sync(handle: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")), target.exists()))
+        real(handle)
+
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        monkeypatch.setattr("os.fsync", sync)
+        log.backup(target)
+    (copy, early), folder = synced
+    assert copy.suffix == ".partial"
+    assert not early
+    assert folder == (tmp_path, True)

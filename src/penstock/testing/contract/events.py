@@ -29,6 +29,7 @@ from penstock.log.read import read_events
 from penstock.log.table import Table
 from penstock.log.transaction import Transaction
 from penstock.producer import Producer, ProducerOptions
+from penstock.records.documents import JSON_DEPTH_MAX
 from penstock.records.event import Event
 from penstock.records.schema import Record
 from penstock.testing.contract.setting import (
@@ -39,6 +40,10 @@ from penstock.testing.contract.setting import (
     make_part,
     orders,
 )
+
+
+class Lists(Record):
+    numbers: list[int]
 
 
 class Counts(Record):
@@ -173,6 +178,20 @@ class Events(OnEngine):
         done = log.commit(holder, 1, Commit(pieces=[piece]))
         assert done.placements[0].dropped == (0, 2)
         assert [e.data.amount for e in orders(log, "s")] == [1, 2, 3, 4]
+
+    @pytest.mark.row("H15")
+    def test_what_is_dropped_is_told_by_row_however_a_part_is_stored(
+        self, harness: Harness
+    ) -> None:
+        with harness.open(batch_rows_max=4) as log:
+            create(log, "s", ids="producer", key=None)
+            holder = log.hold("p")
+            held = [1, 2, 3, 9]
+            log.commit(holder, 0, Commit(parts=[make_part(log, "s", held, ids=held)]))
+            ids = [3, 5, 1, 6, 7, 8, 9, 10, 2, 11]
+            done = log.commit(holder, 1, Commit(parts=[make_part(log, "s", ids, ids=ids)]))
+            assert done.placements[0].dropped == (0, 2, 6, 8)
+            assert [e.data.amount for e in orders(log, "s")] == [*held, 5, 6, 7, 8, 10, 11]
 
     @pytest.mark.row("H15")
     def test_a_producer_id_stream_has_one_partition(self, log: Log) -> None:
@@ -420,6 +439,65 @@ class Events(OnEngine):
                     tx.append(stream, pa.table(columns))
         for stream in ("s", "j", "m", "t"):
             assert list(read_events(log, stream)) == []
+
+    def test_single_events_and_columns_have_the_same_limits(self, harness: Harness) -> None:
+        limits = {"event_bytes_max": 1000, "headers_bytes_max": 50, "key_bytes_max": 20}
+        with harness.open(**limits) as log:
+            create(log, "s", key=None)
+            create(log, "t", key=None, table=True)
+            create(log, "u", key=None, ids="producer")
+            log.apply([CreateStream(declare("j")), CreateStream(declare("l", Lists))])
+            one = {"user": ["a"], "amount": [1]}
+            header = pa.array([[("a", "x" * 50)]], pa.map_(pa.string(), pa.string()))
+            deep: list[Any] = []
+            for _ in range(JSON_DEPTH_MAX):
+                deep = [deep]
+            with Transaction(log, "p") as tx:
+                for wrong, error, match in (
+                    (
+                        lambda: tx.send("s", Order("a", 1), headers={"a": "x" * 50}),
+                        LimitError,
+                        "headers_bytes_max",
+                    ),
+                    (lambda: tx.send("s", Order("a", 1), id="x" * 501), RecordError, "500"),
+                    (lambda: tx.send("j", deep), RecordError, "deep"),
+                    (
+                        lambda: tx.append("s", pa.table({**one, "_headers": header})),
+                        LimitError,
+                        "headers_bytes_max",
+                    ),
+                    (
+                        lambda: tx.append("s", pa.table({**one, "_key": ["k" * 21]})),
+                        LimitError,
+                        "key_bytes_max",
+                    ),
+                    (lambda: tx.append("s", pa.table({**one, "_key": [""]})), UsageError, "empty"),
+                    (
+                        lambda: tx.append("s", pa.table({**one, "_id": ["x" * 501]})),
+                        RecordError,
+                        "500",
+                    ),
+                    (lambda: tx.append("t", pa.table(one)), UsageError, "needs a key"),
+                    (
+                        lambda: tx.append("u", pa.table({**one, "_id": pa.nulls(1, pa.string())})),
+                        UsageError,
+                        "nulls",
+                    ),
+                    (
+                        lambda: tx.append("j", pa.table({"data": pa.nulls(1, pa.string())})),
+                        RecordError,
+                        "nulls",
+                    ),
+                    (
+                        lambda: tx.append("l", pa.table({"numbers": [[1], list(range(1000))]})),
+                        LimitError,
+                        "row 1",
+                    ),
+                ):
+                    with pytest.raises(error, match=match):
+                        wrong()
+            for stream in ("s", "t", "u", "j", "l"):
+                assert list(read_events(log, stream)) == []
 
     def test_the_key_column_is_for_deleted_entries(self, log: Log) -> None:
         create(log, "t", table=True)

@@ -140,6 +140,18 @@ class Objects(OnEngine):
         assert list(orders(log, "s")) == []
         assert log.get("s", [b"u1"]) == [None]
 
+    def test_events_made_for_a_stream_do_not_get_into_another_of_its_name(self, log: Log) -> None:
+        create(log, "s")
+        holder, part = log.hold("p"), make_part(log, "s", [1])
+        log.apply([DropStream("s"), CreateStream(declare("s"))])
+        for attempt in (
+            lambda: log.commit(holder, 0, Commit(parts=[part])),
+            lambda: log.stage(holder, 0, part),
+        ):
+            with pytest.raises(RecordError, match="created anew"):
+                attempt()
+        assert list(read_events(log, "s")) == []
+
     def test_a_stream_may_be_made_anew_in_one_change(self, harness: Harness, log: Log) -> None:
         """Then it is empty for everybody at once, and takes what is written to it."""
         kinds: dict[str, dict[str, object]] = {

@@ -131,6 +131,23 @@ class Reading(OnEngine):
         assert log.wait("s", {0: 0}, 5) is True
         assert log.wait("s", {0: log.offsets("s")[0].next}, 0.05) is False
 
+    def test_who_goes_on_waiting_is_told_after_another_one_has_left(
+        self, harness: Harness, log: Log
+    ) -> None:
+        create(log, "s")
+        create(log, "other")
+        told: list[bool] = []
+        first = threading.Thread(target=log.wait, args=("other", {0: 0}, 0.6))
+        second = threading.Thread(target=lambda: told.append(log.wait("s", {0: 0}, 60)))
+        first.start()
+        first.join(0.2)
+        second.start()
+        first.join()
+        with harness.open() as writer:
+            commit(writer, "p", 0, "s", [1])
+        second.join(30)
+        assert told == [True]
+
     # Promise 8: Arrow and bounded memory
 
     def test_reading_gives_bounded_batches_of_arrow(self, harness: Harness) -> None:

@@ -93,6 +93,8 @@ class Tables(OnEngine):
         log.unpin(pin)
         with pytest.raises(PinExpiredError):
             log.get("t", [b"u1"], pin)
+        commit(log, "p", 1, "t", [11])
+        assert Table(log, "t", Order).get("u1") == Order("u1", 11), "the latest, as before"
 
     def test_a_snapshot_is_of_one_moment(self, log: Log) -> None:
         create(log, "t", table=True)
