@@ -26,7 +26,7 @@ from penstock.errors import (
     TransactionStateError,
     UnknownObjectError,
 )
-from penstock.log.api import Commit, Log
+from penstock.log.api import Commit, Committed, Log
 from penstock.log.objects import DropStream
 from penstock.log.transaction import Transaction
 from penstock.producer import Producer, ProducerOptions
@@ -356,6 +356,31 @@ class Commits(OnEngine):
         for p in range(16):
             mine = [a for a in amounts if a // 100 == p]
             assert mine == sorted(mine)
+
+    @pytest.mark.row("H14")
+    def test_a_commit_knows_its_places_although_others_write_there_too(self, log: Log) -> None:
+        create(log, "s")
+        done: dict[int, Committed] = {}
+
+        def work(number: int) -> None:
+            amounts = pa.array([number] * 3000)
+            rows = {"user": ["u"] * 3000, "amount": amounts, "note": ["x" * 700] * 3000}
+            with Transaction(log, f"p{number}") as tx:
+                tx.append("s", pa.table(rows))
+                done[number] = tx.commit()
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        found: dict[int, list[int]] = {}
+        for event in orders(log, "s"):
+            found.setdefault(event.data.amount, []).append(event.offset)
+        for number in range(4):
+            ranges = done[number].placements[0].ranges
+            told = [offset for _, first, rows in ranges for offset in range(first, first + rows)]
+            assert told == found[number]
 
     def test_a_failing_commit_does_not_harm_its_neighbours(self, log: Log) -> None:
         create(log, "s")

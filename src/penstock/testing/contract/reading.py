@@ -84,6 +84,12 @@ class Reading(OnEngine):
         second = commit(log, "p", 1, "s", [2, 3])
         assert [e.data.amount for e in orders(log, "s", start=second.time)] == [2, 3]
         assert [e.data.amount for e in orders(log, "s", start=first.time)] == [0, 1, 2, 3]
+        create(log, "t")
+        first = commit(log, "p", 2, "t", [0])
+        wait_for_clock_after(first.time)
+        commit(log, "p", 3, "t", [1])
+        after = first.time + dt.timedelta(microseconds=1)
+        assert [e.data.amount for e in orders(log, "t", start=after)] == [1]
         later = second.time + dt.timedelta(hours=1)
         assert log.offset_at("s", 0, later) == log.offsets("s")[0].next
 
