@@ -396,7 +396,15 @@ def test_a_damaged_index_row_is_found(path: Path, change: str) -> None:
             list(log.read("s", 0, 15))
 
 
-def test_upkeep_goes_on_beside_damage(path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE blobs SET data = x'00' WHERE id = (SELECT max(blob_id) FROM batches "
+        "WHERE first_offset = 20 AND stream_id = ?)",
+        "UPDATE batches SET seal = seal + 1 WHERE first_offset = 20 AND stream_id = ?",
+    ],
+)
+def test_upkeep_goes_on_beside_damage(path: Path, damage: str) -> None:
     """A damaged batch is left alone; what can be merged is, and the damage stays findable."""
     with open_log(path, upkeep_interval_ms=0) as log:
         create(log, "s")
@@ -406,10 +414,7 @@ def test_upkeep_goes_on_beside_damage(path: Path) -> None:
             commit_as(log, holder, 2 * n, "s", [n])
             commit_as(log, holder, 2 * n + 1, "other", [n])
         with contextlib.closing(connect(path)) as connection:
-            connection.execute(
-                "UPDATE blobs SET data = x'00' WHERE id = (SELECT max(blob_id) FROM batches "
-                "WHERE first_offset = 20 AND stream_id = ?)", (log.stream("s").id,)
-            )  # fmt: skip
+            connection.execute(damage, (log.stream("s").id,))
         assert log.maintain().batches_merged > 0
         assert [e.data.amount for e in orders(log, "other")] == list(range(40))
         assert [d.first_offset for d in log.verify() if d.stream == "s"] == [20]

@@ -289,3 +289,15 @@ def test_what_changed_while_it_was_merged_stays_as_it_is(
         assert not faster
         assert [e.data.amount for e in orders(log, "s")] == [19]
         assert list(log.verify()) == []
+
+
+def test_retention_by_size_never_takes_more_than_is_too_much(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s", retention_bytes=20_000)
+        holder = log.hold("p")
+        for n in range(30):
+            commit_as(log, holder, n, "s", range(n * 50, n * 50 + 50))
+        before = max(stored for _, stored in counted_and_stored(path))
+        log.maintain()
+        after = max(stored for _, stored in counted_and_stored(path))
+        assert 20_000 <= after < 20_000 + before // 30 * 2 < before

@@ -42,6 +42,11 @@ from penstock.testing.contract.setting import (
 )
 
 
+class Dated(Record):
+    user: str
+    at: dt.datetime
+
+
 class Lists(Record):
     numbers: list[int]
 
@@ -111,6 +116,17 @@ class Events(OnEngine):
             places = [producer.send("s", {"n": n}).result() for n in range(40)]
         assert len({place.partition for place in places}) == 4
 
+    def test_events_without_a_key_are_spread_also_beside_others(self, log: Log) -> None:
+        create(log, "s", partitions=4, key=None)
+        rows = {"user": ["a", "b"], "amount": [1, 2], "_key": ["k", None]}
+        with Transaction(log, "p") as tx:
+            for _ in range(40):
+                tx.append("s", pa.table(rows))
+        homes = {e.data.user: set[int]() for e in orders(log, "s")}
+        for event in orders(log, "s"):
+            homes[event.data.user].add(event.partition)
+        assert homes == {"a": {zlib.crc32(b"k") % 4}, "b": {0, 1, 2, 3}}
+
     def test_columns_and_single_events_go_to_the_same_partitions(self, log: Log) -> None:
         create(log, "s", partitions=5)
         users = [f"u{n}" for n in range(50)]
@@ -168,6 +184,17 @@ class Events(OnEngine):
         assert offsets == [0, 1, None, 2, 3, None]
 
     @pytest.mark.row("H15")
+    def test_ids_may_be_as_large_as_integers_get(self, log: Log) -> None:
+        create(log, "s", ids="producer", key=None)
+        holder = log.hold("p")
+        ids = [2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 2**63 - 2, -(2**63) + 1]
+        for sequence, dropped in enumerate([(), tuple(range(len(ids)))]):
+            part = make_part(log, "s", range(len(ids)), ids=ids)
+            done = log.commit(holder, sequence, Commit(parts=[part]))
+            assert done.placements[0].dropped == dropped
+        assert [e.id for e in orders(log, "s")] == [str(number) for number in ids]
+
+    @pytest.mark.row("H15")
     def test_staged_events_are_compared_too(self, log: Log) -> None:
         create(log, "s", ids="producer", key=None)
         holder = log.hold("p")
@@ -223,6 +250,20 @@ class Events(OnEngine):
         )  # fmt: skip
         assert (second.key, second.type, second.source) == (None, "Order", "tests/one")
         assert abs(second.time - dt.datetime.now(dt.UTC)) < dt.timedelta(minutes=5)
+
+    def test_what_comes_from_a_field_is_not_given_a_second_time(self, log: Log) -> None:
+        log.apply([CreateStream(declare("s", Dated, key="user", time="at"))])
+        now = dt.datetime.now(dt.UTC)
+        with Transaction(log, "p") as tx:
+            for options in ({"key": "b"}, {"time": now}):
+                with pytest.raises(UsageError, match="leave the"):
+                    tx.send("s", Dated("a", now), **options)
+            columns = {"user": ["a"], "at": [now]}
+            with pytest.raises(UsageError, match="leave the column _key out"):
+                tx.append("s", pa.table({**columns, "_key": ["b"]}))
+            tx.send("s", Dated("a", now))
+        (event,) = read_events(log, "s")
+        assert (event.key, event.time) == (b"a", now)
 
     def test_an_optional_field_may_be_added(self, log: Log) -> None:
         class Old(Record):
@@ -298,6 +339,7 @@ class Events(OnEngine):
                     ),
                     (lambda: producer.send("s", Order("a", 1), key=""), UsageError, "empty"),
                     (lambda: producer.send("s", Order("a", 1), key=1.5), RecordError, "key"),  # type: ignore[arg-type]
+                    (lambda: producer.send("s", Order("a", 1), key=True), RecordError, "key"),
                     (
                         lambda: producer.send("s", Order("a", 1), headers={"Bad-Name": "x"}),
                         RecordError,
@@ -437,6 +479,9 @@ class Events(OnEngine):
             ):
                 with pytest.raises(UsageError):
                     tx.append(stream, pa.table(columns))
+            double = pa.table([["u"], [1], ["x"], ["y"]], names=["user", "amount", "note", "note"])
+            with pytest.raises(RecordError, match="several columns note"):
+                tx.append("s", double)
         for stream in ("s", "j", "m", "t"):
             assert list(read_events(log, stream)) == []
 

@@ -6,11 +6,12 @@ import datetime as dt
 import itertools
 import threading
 from collections import Counter
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from penstock.errors import UnknownObjectError
+from penstock.errors import UnknownObjectError, UsageError
 from penstock.log.api import Log
 from penstock.log.objects import (
     DropStream,
@@ -92,6 +93,15 @@ class Reading(OnEngine):
         assert [e.data.amount for e in orders(log, "t", start=after)] == [1]
         later = second.time + dt.timedelta(hours=1)
         assert log.offset_at("s", 0, later) == log.offsets("s")[0].next
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"start": -1}, {"start": "first"}, {"partitions": [2]}, {"partitions": [0, -1]}],
+    )
+    def test_places_that_there_are_not_are_refused(self, log: Log, options: dict[str, Any]) -> None:
+        create(log, "s", partitions=2)
+        with pytest.raises(UsageError):
+            list(orders(log, "s", **options))
 
     def test_events_of_one_key_can_be_read_also_across_a_growth(self, log: Log) -> None:
         create(log, "s", partitions=2)
@@ -216,6 +226,11 @@ class Reading(OnEngine):
         batch = next(log.read("s", 0, 25, 27))
         assert batch.commit == done[25].commit
         assert batch.commit_of(26).commit == done[26].commit
+        create(log, "t")
+        whole = commit_as(log, holder, 40, "t", range(10))
+        first = log.offsets("t")[0].first
+        batch = next(log.read("t", 0, first + 3, first + 7))
+        assert batch.commit == batch.commit_of(first + 6).commit == whole.commit
 
     def test_a_follower_hears_that_its_stream_is_another_one(self, log: Log) -> None:
         create(log, "s")

@@ -93,6 +93,9 @@ class Tables(OnEngine):
         log.unpin(pin)
         with pytest.raises(PinExpiredError):
             log.get("t", [b"u1"], pin)
+        for wrong in (0, -1, 25 * 3600):
+            with pytest.raises(UsageError, match="a pin lasts"):
+                log.pin(wrong)
         commit(log, "p", 1, "t", [11])
         assert Table(log, "t", Order).get("u1") == Order("u1", 11), "the latest, as before"
 
