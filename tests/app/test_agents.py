@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,14 @@ from penstock import (
     Entry,
     Event,
     GrowStream,
+    Log,
     Producer,
     Record,
     TableView,
     declare,
 )
 from penstock import open as open_log
-from penstock.app.query import QueryLimits
+from penstock.app.query import Query, QueryLimits
 from penstock.app.reports import agent_rows
 from penstock.app.task import derived_id
 from penstock.testing.apps import AppTest
@@ -168,6 +170,50 @@ def test_a_key_is_handled_once_though_its_stream_grew(log: str, tmp_path: Path) 
         run.restart()
         run.until_idle()
         assert run.table(counts) == {f"u{n}": 20 for n in range(7)}
+
+
+def test_a_stream_that_grows_while_a_batch_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sees events of a new partition knows that keys are in more than one."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user", partitions=1)
+    counts = app.table("counts", value=int, default=0)
+
+    @app.agent(orders, state=counts)
+    def count(order: Order, count: Entry[int]) -> None:
+        count.value += 1
+
+    with AppTest(app, tmp_path) as run:
+        run.until_idle()
+        run.runner.stop()
+        run.send(orders, *some_orders(70))
+        choosing: list[bool] = []
+        kind, choose = type(run.log), Query._next_ranges
+
+        def chosen(query: Query) -> Any:
+            choosing.append(True)
+            return choose(query)
+
+        def growing(asked: Any) -> Any:
+            def ask(log: Log, stream: str) -> Any:
+                found = asked(log, stream)
+                if choosing == [True]:
+                    choosing.append(True)
+                    run.log.apply([GrowStream("orders", 4)])
+                    run.send(orders, *some_orders(70))
+                return found
+
+            return ask
+
+        monkeypatch.setattr(Query, "_next_ranges", chosen)
+        monkeypatch.setattr(kind, "offsets", growing(kind.offsets))
+        monkeypatch.setattr(kind, "stream", growing(kind.stream))
+        run.restart()
+        run.until_idle()
+        assert run.log.stream("orders").partitions == 4
+        assert run.table(counts) == {f"u{n}": 20 for n in range(7)}
+        assert run.statuses()["count"].rows_in == 140, "each is counted by one of those who read it"
 
 
 def test_a_key_keeps_its_order_though_its_stream_grew(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from penstock import (
     App,
     AppStream,
     Context,
+    CreateStream,
     DeadLetter,
+    DropStream,
     Entry,
     Event,
     Log,
@@ -29,6 +31,7 @@ from penstock.app.query import Executor, Query, QueryLimits
 from penstock.app.runner import InlineBackend, InlineExecutor, build
 from penstock.app.task import BatchOrder, Outcome, Work
 from penstock.errors import QueryFailedError
+from penstock.log.api import Pin
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
 from tests.app.shop import Note, Order, some_orders
@@ -279,6 +282,39 @@ def test_events_that_are_gone(tmp_path: Path, on_gone: str) -> None:
             assert run.table(spent) == {"ada": 1 + sum(left)}
 
 
+@pytest.mark.parametrize("how", ["retention", "made anew"])
+def test_what_was_not_acknowledged_and_is_gone_holds_nothing_up(tmp_path: Path, how: str) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user", partitions=1, on_gone="skip")
+    calls: list[str] = []
+    is_free = threading.Event()
+
+    @app.agent(orders, ack="manual")
+    def call(order: Order, context: Context) -> None:
+        calls.append(order.item)
+        if is_free.is_set():
+            context.ack()
+
+    with AppTest(app, tmp_path, tries_max=1) as run:
+        run.send(orders, Order("ada", "gone"))
+        wait_until(lambda: "gone" in calls, 30, "the first call")
+        run.runner.stop()
+        spec = run.log.stream("orders").spec
+        if how == "made anew":
+            run.log.apply([DropStream("orders"), CreateStream(spec)])
+        else:
+            run.log.apply([AlterStream(msgspec.structs.replace(spec, retention_ms=1))])
+            while run.log.offsets("orders")[0].first < 1:
+                run.log.maintain()
+            run.log.apply([AlterStream(spec)])
+        calls.clear()
+        is_free.set()
+        run.send(orders, Order("ada", "new"))
+        run._start()
+        run.until_idle(30)
+    assert calls == ["new"]
+
+
 # What a batch sees, and what it leaves behind
 
 
@@ -304,6 +340,60 @@ def test_what_was_not_acknowledged_is_not_lost_with_the_next_batch(tmp_path: Pat
         run.until_idle(60)
     assert calls.count("busy") >= 2
     assert calls[-1] == "busy"
+
+
+def test_what_is_left_unacknowledged_is_bounded(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user", partitions=1)
+
+    @app.agent(orders, ack="manual")
+    def never(order: Order, context: Context) -> None:
+        """Says nothing."""
+
+    limits = QueryLimits(unacknowledged_max=3)
+    with AppTest(app, tmp_path, limits=limits, tries_max=1) as run:
+        run.runner.stop()
+        run.send(orders, *some_orders(4))
+        run.restart()
+        assert "left more than 3 events of orders, partition 0" in str(run.until_failed())
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_batch_lets_go_of_its_pinned_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """However it ends: what was pinned could not be cleared away."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    customers = app.table("customers", value=Customer)
+
+    @app.agent(orders, reads=customers)
+    def look(order: Order, customers: TableView[Customer]) -> None:
+        if fails:
+            raise ValueError("no")
+
+    pinned: list[object] = []
+    with AppTest(app, tmp_path, tries_max=2) as run:
+        kind = type(run.log)
+        pin, unpin = kind.pin, kind.unpin
+
+        def noted(log: Log, *arguments: float) -> Pin:
+            pinned.append(found := pin(log, *arguments))
+            return found
+
+        def released(log: Log, found: Pin) -> None:
+            unpin(log, found)
+            pinned.remove(found)
+
+        monkeypatch.setattr(kind, "pin", noted)
+        monkeypatch.setattr(kind, "unpin", released)
+        run.send(orders, *some_orders(3))
+        if fails:
+            run.until_failed()
+        else:
+            run.until_idle()
+            assert run.statuses()["look"].batches
+        assert pinned == []
 
 
 class Meddler(InlineExecutor):

@@ -147,6 +147,14 @@ def wrong_output(app: App) -> None:
         yield Alert("x")
 
 
+def output_of_several_streams(app: App) -> None:
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders, to=[app.stream("one", Alert), app.stream("other", Alert)])
+    def count(order: Order) -> Iterator[Alert]:
+        yield Alert("x")
+
+
 def no_parameter_for_the_state(app: App) -> None:
     orders = app.stream("orders", Order, key="user")
 
@@ -262,6 +270,7 @@ MISTAKES: list[tuple[Callable[[App], None], str]] = [
     (entry_without_default, "holds int or None, until it is set"),
     (wrong_record, "takes Alert, and orders holds Order"),
     (wrong_output, "yields Alert, and writes to more"),
+    (output_of_several_streams, "yields Alert, which several of its streams hold: say which"),
     (no_parameter_for_the_state, "does not take its table seen"),
     (parameter_without_meaning, "takes a parameter 'more' and there is nothing to give it"),
     (windowed_entry_expected, r"annotate it as WindowedEntry\["),

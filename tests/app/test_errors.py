@@ -22,7 +22,8 @@ from penstock import (
     read_events,
 )
 from penstock import open as open_log
-from penstock.errors import QueryFailedError
+from penstock.errors import LogBusyError, QueryFailedError
+from penstock.log.letters import DEAD_CHARS_MAX
 from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Note, Order, Shop, some_orders
 from tests.cli.test_cli import damage_the_largest_batch
@@ -286,3 +287,40 @@ def test_what_cannot_be_read_is_left_out_if_told(tmp_path: Path, on_damage: str)
             (letter,) = run.events(cast(AppStream[DeadLetter], app.streams["orders_dead"]))
             assert (letter.stream, letter.offset, letter.data) == ("orders", 0, "")
             assert "offsets 0 to 499 are damaged" in letter.error
+
+
+def test_what_goes_wrong_with_the_log_is_no_failure_of_the_event(tmp_path: Path) -> None:
+    """A table that cannot be looked at now can be a moment later: no letter is written for it."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    notes = app.stream("notes", Note)
+    tries: list[str] = []
+
+    @app.agent(orders, to=notes, on_error="dead-letter", retries=1, backoff="1 ms")
+    def tell(order: Order) -> Note:
+        tries.append(order.item)
+        if len(tries) <= 2:
+            raise LogBusyError("another process writes")
+        return Note(order.item)
+
+    with AppTest(app, tmp_path, tries_max=5) as run:
+        run.send(orders, Order("ada", "tea"))
+        run.until_idle()
+        assert run.events(notes) == [Note("tea")]
+        assert run.events("tell_dead") == []
+        assert run.statuses()["tell"].restarts == 2, "it is tried again with its batch"
+
+
+def test_a_dead_letter_is_no_longer_than_it_may_be(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+
+    @app.agent(orders, on_error="dead-letter")
+    def fail(order: Order) -> None:
+        raise ValueError("no")
+
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "x" * 2 * DEAD_CHARS_MAX))
+        run.until_idle()
+        (letter,) = run.events("fail_dead")
+        assert len(letter.data) == DEAD_CHARS_MAX

@@ -7,10 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from penstock import App, AppStream, AppTable, Record, WindowedEntry, tumbling
+from penstock import (
+    App,
+    AppStream,
+    AppTable,
+    CreateStream,
+    DropStream,
+    Record,
+    WindowedEntry,
+    declare,
+    tumbling,
+)
+from penstock import open as open_log
 from penstock.app.query import QueryLimits
-from penstock.app.timers import event_clock
+from penstock.app.splits import keyed_splits
+from penstock.app.tables import window_key, without_window
+from penstock.app.task import Range
+from penstock.app.timers import EXPIRY, event_clock
+from penstock.app.windows import Window
 from penstock.log.api import Offsets
+from penstock.records.event import partition_of
 from penstock.testing.apps import AppTest
 from tests.app.shop import START
 
@@ -125,3 +141,36 @@ def test_the_clock_of_events(
 ) -> None:
     ends = {"s": {0: Offsets(0, 10), 1: Offsets(0, 10)}}
     assert event_clock({"s": times}, ends, {"s": at}) == expected
+
+
+def test_a_stream_that_was_made_anew_has_a_time_of_its_own(tmp_path: Path) -> None:
+    """What the old one had come to ends no window of the new one."""
+    site = Site()
+    with AppTest(site.app, tmp_path) as run:
+        run.send(site.views, view(200))
+        run.until_idle()
+        run.runner.stop()
+        spec = run.log.stream("views").spec
+        run.log.apply([DropStream("views"), CreateStream(spec)])
+        run.restart()
+        run.send(site.views, view(0), view(1))
+        run.until_idle()
+        assert counted(run, site) == {("home", 0): 2, ("home", 200): 1}
+
+
+def test_a_window_expires_where_its_key_is_handled(tmp_path: Path) -> None:
+    """Whatever its partition, or its share of the keys, is: one task has a key's entries."""
+    timers = [(EXPIRY + window_key(f"u{n}", Window(START, START)), 0) for n in range(50)]
+    with open_log(tmp_path / "test.db", create=True) as log:
+        log.apply([CreateStream(declare(name, partitions=8)) for name in ("one", "other")])
+        streams = {name: log.stream(name) for name in ("one", "other")}
+    ranges = [Range("one", partition, 0, 1) for partition in range(8)]
+    by_partition = keyed_splits(ranges, {"one": streams["one"]}, 2, timers, [])
+    by_share = keyed_splits(ranges, streams, 3, timers, [])
+    homes = [(split, split.ranges[0].partition, 8) for split in by_partition]
+    homes += [(split, split.slot, split.slots) for split in by_share]
+    assert [(split.slot, split.slots) for split in by_share] == [(0, 3), (1, 3), (2, 3)]
+    for split, home, all_ in homes:
+        keys = [without_window(name[1:])[0] for name, _ in split.timers]
+        assert {partition_of(key, all_) for key in keys} == {home}
+    assert sum(len(split.timers) for split in (*by_partition, *by_share)) == 100

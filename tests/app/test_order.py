@@ -16,7 +16,7 @@ from penstock.app.task import Range
 from penstock.testing.apps import AppTest
 from penstock.testing.contract import commit_as as commit_orders
 from penstock.testing.contract import create
-from tests.app.shop import Note, Order
+from tests.app.shop import START, Note, Order
 
 
 @pytest.mark.parametrize("upkeep", [False, True])
@@ -92,3 +92,15 @@ def test_few_events_are_one_split(tmp_path: Path) -> None:
         (split,) = ordered_splits(log, ranges, 8)
         assert split.as_stored
         assert split.ranges == tuple(ranges)
+
+
+def test_an_event_under_another_key_keeps_what_it_had_to_itself(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    by_item = orders.group_by("item")
+    with AppTest(app, tmp_path) as run:
+        given = orders.new(Order("ada", "tea"), time=START, headers={"trace": "7"})
+        run.send(orders, given)
+        run.until_idle()
+        (found,) = run.whole_events(by_item.name)
+    assert (found.key, found.time, found.headers) == (b"tea", START, {"trace": "7"})

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -14,11 +20,23 @@ from penstock import (
     App,
     AppStream,
     Channel,
+    Context,
+    CreateStream,
+    Log,
+    declare,
 )
+from penstock import open as open_log
+from penstock.app.claims import claim
+from penstock.app.plan import plan
+from penstock.app.positions import Position, producer_name, progress_key
 from penstock.app.query import Query
+from penstock.app.reports import Beat, Reporter, beat_key, beats
 from penstock.app.reset import reset_query
+from penstock.app.runner import Runner, RunnerOptions
 from penstock.errors import FencedError, PenstockError, UsageError
+from penstock.log.api import Commit, Holder
 from penstock.testing.apps import AppTest
+from penstock.testing.processes import wait_until
 from tests.app.shop import Alert, Order, Shop, some_orders
 
 
@@ -157,6 +175,162 @@ def test_a_feed_gets_over_a_failed_commit(tmp_path: Path, kind: str, step: str) 
             channel.send(order)
         run.until_idle()
         assert len(run.events(orders)) == 2500
+
+
+def test_a_feed_numbers_its_events_for_a_stream_that_takes_ids_from_its_producer(
+    tmp_path: Path,
+) -> None:
+    """In whatever batches they come: no two have the same, and none is taken for another."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user", partitions=1)
+    channel: Channel[Order] = Channel()
+    app.feed(channel, to=orders)
+    with open_log(tmp_path / "test.db") as log:
+        log.apply([CreateStream(declare("orders", Order, key="user", ids="producer"))])
+    with AppTest(app, tmp_path) as run:
+        for count in (3, 1, 2):
+            for order in some_orders(count):
+                channel.send(order)
+            run.until_idle()
+        assert [event.id for event in run.whole_events(orders)] == [str(n) for n in range(6)]
+        channel.close()
+
+
+def test_failures_with_batches_in_between_are_no_reason_to_give_up(tmp_path: Path) -> None:
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    tries: list[int] = []
+
+    @app.agent(orders)
+    def handle(order: Order) -> None:
+        tries.append(order.amount)
+        if tries.count(order.amount) < 3:
+            raise ValueError("not yet")
+
+    with AppTest(app, tmp_path, tries_max=3) as run:
+        for number in range(4):
+            run.send(orders, Order("ada", "tea", number))
+            run.until_idle()
+        assert run.statuses()["handle"].restarts == 8
+
+
+def test_waiting_for_another_try_has_a_limit(tmp_path: Path) -> None:
+    options = RunnerOptions(backoff_ms=500, backoff_ms_max=3000)
+    with open_log(tmp_path / "test.db", create=True) as log:
+        runner = Runner(log, plan(App("shop")), [], options, lambda: True)
+        assert 0.4 <= runner._backoff_s(1) <= 0.6
+        assert 0.8 <= runner._backoff_s(2) <= 1.2
+        assert 2.4 <= runner._backoff_s(60) <= 3.6
+
+
+def test_what_was_not_acknowledged_is_not_lost_to_another_grouping(tmp_path: Path) -> None:
+    """A new version that acknowledges by itself could share a query, but is not at its place."""
+    calls: list[str] = []
+
+    def version(ack: Literal["auto", "manual"]) -> tuple[App, AppStream[Order]]:
+        app = App("shop")
+        orders = app.stream("orders", Order, key="user")
+
+        @app.agent(orders)
+        def one(order: Order) -> None:
+            calls.append("one")
+
+        @app.agent(orders, ack=ack)
+        def other(order: Order, context: Context) -> None:
+            calls.append("other")
+
+        return app, orders
+
+    app, orders = version("manual")
+    with AppTest(app, tmp_path) as run:
+        run.send(orders, Order("ada", "tea"))
+        wait_until(lambda: {*calls} == {"one", "other"}, 30, "both being called")
+    calls.clear()
+    app, _ = version("auto")
+    with AppTest(app, tmp_path) as run:
+        run.until_idle(60)
+    assert calls == ["other"]
+
+
+def test_a_position_is_read_again_once_nobody_can_move_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs it commits between the first look and being fenced: nothing is done twice."""
+    producer = producer_name("shop", "a")
+    seen: list[Position | None] = []
+
+    def at(offset: int) -> Commit:
+        position = Position(producer=producer, sequence=offset, next={"orders": {0: offset}})
+        return Commit(progress={progress_key("shop", "a"): msgspec.json.encode(position)})
+
+    def decide(found: Mapping[str, Position | None]) -> Mapping[str, Position | None]:
+        seen.append(found["a"])
+        return found
+
+    with open_log(tmp_path / "test.db", create=True) as log:
+        runner, hold = log.hold(producer), type(log).hold
+        log.commit(runner, 0, at(1))
+
+        def late(log: Log, name: str, **more: bool) -> Holder:
+            if name == producer:
+                log.commit(runner, 1, at(2))
+            return hold(log, name, **more)
+
+        monkeypatch.setattr(type(log), "hold", late)
+        claim(log, "shop", ["a"], decide)
+    (found,) = seen
+    assert found is not None
+    assert found.next == {"orders": {0: 2}}
+
+
+def test_what_comes_while_queries_are_asked_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may send to another that was asked before it: all together are not idle then."""
+    app, orders = counting("a")
+    with AppTest(app, tmp_path) as run:
+        run.until_idle()
+        run.runner.stop()
+        assert run.runner.is_idle()
+
+        def is_idle() -> bool:
+            run.send(orders, Order("ada", "tea"))
+            return True
+
+        monkeypatch.setattr(run.runner._kept[0].query, "is_idle", is_idle)
+        assert not run.runner.is_idle()
+
+
+def test_who_is_alive_is_known_by_recent_signs_of_life(tmp_path: Path) -> None:
+    """Of a process of this machine, by whether it is there."""
+    now = time.time_ns() // 1000
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    here, there, recently = socket.gethostname(), "elsewhere", now - 5_000_000
+    signs = {
+        "this": (here, os.getpid(), recently), "ended": (here, ended.pid, recently),
+        "another": (there, ended.pid, recently), "quiet": (there, 1, now - 60_000_000),
+        "stuck": (here, os.getpid(), now - 60_000_000),
+    }  # fmt: skip
+    with open_log(tmp_path / "test.db", create=True) as log:
+        made = {
+            beat_key("shop", name): msgspec.json.encode(
+                Beat(runner=name, host=host, pid=pid, started_us=0, time_us=at, queries={})
+            )
+            for name, (host, pid, at) in signs.items()
+        }
+        log.commit(log.hold("signs"), 0, Commit(progress=made))
+        assert sorted(beat.runner for beat in beats(log)["shop"]) == ["another", "this"]
+
+
+def test_a_runner_that_stops_leaves_no_sign_of_life(tmp_path: Path) -> None:
+    app, _ = counting("a")
+    with AppTest(app, tmp_path) as run:
+        reporter = Reporter(run.runner, 20)
+        reporter.start()
+        wait_until(lambda: "shop" in beats(run.log), 30, "a sign of life")
+        reporter.stop()
+        assert run.log.progress_items("runner/") == {}
 
 
 class Flaky:

@@ -12,7 +12,7 @@ from penstock import App, CreateStream, Log, Record, declare, read_events
 from penstock import open as open_log
 from penstock.cli.main import main
 from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import records
+from penstock.connect.registry import amend, numbered_records, records
 from penstock.connect.sink import SinkHost
 from penstock.connect.sinks.file import FileSink
 from penstock.connect.writing import SourceClient
@@ -118,6 +118,34 @@ def test_a_connector_is_set_back(log: Log, capsys: pytest.CaptureFixture[str]) -
     assert ids == ["shop/0", "shop/1", "shop/2", "shop/2", "shop/3", "shop/3"]
     assert run(log, "rewind", "shop", "--after", "start", "--yes", "--json") == 0
     assert printed(capsys) == [{"rewound": "shop", "from": 3, "to": None}]
+
+
+def test_a_connector_with_a_longer_name_is_another_one(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`shop.eu` may be a partition of `shop`; what has partitions itself is not."""
+    write(log, 1)
+    write(log, 1, partition="eu")
+    write(log, 1, name="shop.eu", partition="north")
+    assert run(log, "forget", "shop", "--yes", "--json") == 0
+    assert [row["forgot"] for row in printed(capsys)] == ["shop", "shop.eu"]
+    assert [record.name for record in records(log)] == ["shop.eu.north"]
+
+
+def test_nothing_is_left_out_though_it_was_set_back_meanwhile(
+    log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else sets it back further, while this one is asked whether it may."""
+    write(log, 0, 1, 2, 3)
+    ((number, _),) = numbered_records(log)
+
+    def set_back(*told: str, yes: bool) -> None:
+        amend(log, number, lambda record: msgspec.structs.replace(record, point_of_ref=0))
+
+    monkeypatch.setattr("penstock.cli.connectors.confirm", set_back)
+    assert run(log, "rewind", "shop", "--after", "2") == 2
+    assert "what lies between would never be stored" in capsys.readouterr().err
+    assert next(records(log)).point_of_ref == 0
 
 
 @pytest.mark.parametrize(

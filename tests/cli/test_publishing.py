@@ -18,6 +18,12 @@ import apsw
 import pytest
 
 from penstock.cli import main
+from penstock.cli.lines import Line
+from penstock.cli.publishing import Given, _failure
+from penstock.cli.waiting import Attempts
+from penstock.errors import CommitOutcomeUnknownError, LogBusyError, PenstockError
+from penstock.log.compose import EventOptions
+from penstock.producer import Place
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
 from penstock.testing.processes import wait_until
 from tests.cli.conftest import PROGRAM, Program, Run, data, environment, on_terminal, rows
@@ -156,6 +162,35 @@ def test_a_writer_that_holds_the_log_is_waited_for_aloud(
         other.close()
     assert program.join() == 0
     assert data(run("read", "s", "--json")) == [7]
+
+
+def test_lines_that_may_be_published_are_told_from_those_that_are() -> None:
+    chunk = [Given(Line(n, b"1"), 1, EventOptions()) for n in (4, 5, 6, 7)]
+    there, unknown = Place(0, 1, "i"), CommitOutcomeUnknownError("no answer came")
+    with Attempts("x.db", 250, print) as attempts:
+        error = _failure(3, chunk, [there, there, unknown, unknown], attempts)
+        assert isinstance(error, CommitOutcomeUnknownError)
+        assert str(error) == (
+            "no answer came; published are lines 1 to 5; not known to be published are lines 6 to 7"
+        )
+        error = _failure(0, chunk, [unknown, there, there, unknown], attempts)
+        assert isinstance(error, CommitOutcomeUnknownError)
+        assert "published are lines 5 to 6; not known to be published are lines 4, 7" in str(error)
+
+
+def test_an_outcome_that_was_unknown_once_stays_so() -> None:
+    """Whatever is wrong in the end: the try before it may have published everything."""
+    errors: list[PenstockError] = [CommitOutcomeUnknownError("no answer came")]
+
+    def work() -> None:
+        raise errors.pop() if errors else LogBusyError("another process writes")
+
+    with Attempts("x.db", 250, print) as attempts:
+        with pytest.raises(CommitOutcomeUnknownError, match="another process writes; gave up"):
+            attempts.until_done(work)
+        assert not errors
+        with pytest.raises(LogBusyError, match="another process writes; gave up"):
+            attempts.until_done(work)
 
 
 def test_an_error_of_the_system_is_told_as_it_is(run: Run, tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import io
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from penstock.cli.reading import parse_end, parse_start
 from tests.cli.conftest import PROGRAM, Done, Program, Run, data, environment, on_terminal, rows
 
 
@@ -60,6 +63,19 @@ def test_reading_ends_before_an_offset_or_a_time(orders: Run) -> None:
     assert before
     some = orders("read", "orders", "--until", middle, "--last", "1", "--json")
     assert rows(some) == before[-1:]
+
+
+def test_a_time_without_a_zone_is_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the command runs."""
+    wanted = dt.datetime(2026, 11, 15, 10, tzinfo=dt.UTC)
+    for zone in ("Asia/Tokyo", "UTC"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert parse_start("2026-11-15T10:00:00") == wanted
+        assert parse_end("2026-11-15T10:00") == wanted
+        assert parse_end("2026-11-15T12:00+02:00") == wanted
+    monkeypatch.undo()
+    time.tzset()
 
 
 def test_what_is_not_there_is_said(orders: Run) -> None:

@@ -118,6 +118,18 @@ def test_entries_of_windows(visited: Run) -> None:
     assert {row["key"] for row in shown} == {"ada", "bob"}
 
 
+def test_windows_of_a_key_are_not_those_of_one_that_begins_like_it(
+    run: Run, tmp_path: Path
+) -> None:
+    app = visits_app()
+    with AppTest(app, tmp_path, log=str(tmp_path / "penstock.db")) as test:
+        test.send(app.streams["visits"], Visit("ada", "a"), Visit("ada@home", "a"))
+        test.until_idle()
+    for key in ("ada", "ada@home"):
+        found = rows(run("table", "get", "hourly", key, "--windows", "--json"))
+        assert [row["key"] for row in found] == [key]
+
+
 def test_pages_in_order_of_key(customers: Run) -> None:
     first = customers("table", "page", "customers", "--limit", "3", "--json")
     assert keys(first) == ["c000", "c001", "c002"]

@@ -286,3 +286,29 @@ def test_a_last_line_without_an_end(tmp_path: Path, log: Log, address: str) -> N
     assert lines(log) == ["one", "two"]
     with pytest.raises(ConnectorError, match="there is no file"):
         read_all(address, FileSource("missing", tmp_path / "missing", until_end=True))
+
+
+def test_old_files_that_are_still_there_are_known_however_many_came_since(
+    tmp_path: Path, log: Log, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept of files that are gone is bounded; those beside it would be read again."""
+    monkeypatch.setattr("penstock.connect.sources.file.GENERATIONS_KEPT", 2)
+    path = tmp_path / "in.txt"
+    for number in range(6):
+        append(path, f"line {number}")
+        with SourceConnector(address, [FileSource("in", path, until_end=True)]) as connector:
+            connector.finish(30)
+        if number < 5:
+            path.rename(tmp_path / f"in.txt.{number}")
+    assert lines(log) == [f"line {n}" for n in range(6)]
+
+
+def test_a_line_without_an_end_is_not_read_for_ever(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.connect.sources.file.LINE_BYTES_MAX", 100)
+    path = tmp_path / "in.txt"
+    path.write_text("x" * 101)
+    with SourceConnector(address, [FileSource("in", path, until_end=True)]) as connector:
+        with pytest.raises(ConnectorError, match="has a line of more than 100 bytes"):
+            connector.finish(30)

@@ -17,18 +17,22 @@ from penstock import open as open_log
 from penstock.connect import wire
 from penstock.connect.listener import Listener, ListenerOptions
 from penstock.connect.registry import (
+    LEASE_S,
     LEASES,
+    LOST_MAX,
     Asked,
     Claim,
     Lease,
     Owner,
     Registry,
     SourceRecord,
+    amend,
     progress_key,
     records,
     this_owner,
 )
 from penstock.connect.source import Source, SourceConnector
+from penstock.errors import ConnectorError
 from penstock.log.api import Commit
 from penstock.testing.processes import wait_until
 from tests.connect.peer import Peer, message
@@ -127,6 +131,20 @@ def test_a_connection_renews_one_lease_for_all_its_streams(
     assert log.progress_items(LEASES) == {}
 
 
+def test_a_lease_is_renewed_well_before_it_ends(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever renews late would have its streams taken from it in between."""
+    now_us = time.time_ns() // 1000
+    monkeypatch.setattr("penstock.connect.registry.now_us", lambda: now_us)
+    lease, seen = Lease(log), set()
+    for _ in range(40):
+        lease.renew()
+        (until,) = log.progress_items(LEASES).values()
+        assert int(until) >= now_us + LEASE_S * 1e6 / 2
+        seen.add(until)
+        now_us += int(LEASE_S * 1e5)
+    assert len(seen) <= 8, "and not each time"
+
+
 def test_streams_are_kept_while_messages_take_long_to_store(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +222,83 @@ def test_a_stream_that_was_given_meanwhile_is_left_to_its_owner(log: Log) -> Non
     lease.release()
     again = Registry(log).take(asked, this_owner(1, "p", "first"), "y", Told().hear)
     assert isinstance(again, Claim)
+
+
+def test_who_is_fenced_while_taking_a_stream_leaves_it_to_the_other(log: Log) -> None:
+    """Both saw that it is free, and both hold it: the last one who did has it."""
+    asked = Asked(wire.stream_id("s"), "s", "raw")
+    lease = Lease(log)
+    lease.renew()
+    looks: list[object] = []
+
+    class Slow(Registry):
+        """Is overtaken between its second look and saving."""
+
+        def record(self, stream_id: int) -> SourceRecord | None:
+            found = super().record(stream_id)
+            looks.append(found)
+            if len(looks) == 2:
+                owner = Owner("elsewhere", "1.1", 1, "p", "first")
+                looks.append(Registry(log).take(asked, owner, lease.token, Told().hear))
+            return found
+
+    found = Slow(log).take(asked, this_owner(2, "p", "second"), "x", Told().hear)
+    assert isinstance(looks[2], Claim)
+    assert isinstance(found, SourceRecord)
+    assert found.owner is not None
+    assert found.owner.instance == "first"
+    looks[2].save(looks[2].record, [])  # it was not fenced by that
+
+
+@pytest.mark.parametrize("when", ["before it is held", "after it is held"])
+def test_a_stream_that_is_taken_meanwhile_is_not_amended(
+    log: Log, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    asked = Asked(wire.stream_id("s"), "s", "raw")
+    first = Registry(log).take(asked, this_owner(1, "p", "first"), "", Told().hear)
+    assert isinstance(first, Claim)
+    first.release()
+    lease = Lease(log)
+    lease.renew()
+    taken: list[object] = []
+    look = Registry.record
+
+    def take() -> None:
+        if not taken:
+            taken.append(None)
+            owner = this_owner(2, "p", "second")
+            taken.append(Registry(log).take(asked, owner, lease.token, Told().hear))
+
+    def record(registry: Registry, stream_id: int) -> SourceRecord | None:
+        found = look(registry, stream_id)
+        if when == "before it is held":
+            take()
+        return found
+
+    def forget(record: SourceRecord) -> None:
+        assert when == "after it is held"
+        take()
+
+    monkeypatch.setattr(Registry, "record", record)
+    with pytest.raises(ConnectorError, match=r"p second has s|has just taken s"):
+        amend(log, asked.stream_id, forget)
+    assert isinstance(taken[1], Claim)
+    assert [record.name for record in records(log)] == ["s"], "it is kept"
+
+
+def test_not_everybody_who_lost_a_stream_is_remembered(log: Log) -> None:
+    """However often it is taken over, what is kept of it stays small."""
+    asked = Asked(wire.stream_id("s"), "s", "raw")
+    owner = Owner("elsewhere", "1.1", 1, "p", "i")
+    lost = tuple(f"i{n}" for n in range(LOST_MAX))
+    until = time.time_ns() // 1000 + 60_000_000
+    record = SourceRecord(name="s", stream="raw", owner=owner, until_us=until, lost=lost)
+    progress = {progress_key(asked.stream_id): msgspec.json.encode(record)}
+    log.commit(log.hold(progress_key(asked.stream_id)), 0, Commit(progress=progress))
+    registry = Registry(log, "takeover")
+    found = registry.take(asked, this_owner(2, "p", "new"), "x", Told().hear)
+    assert isinstance(found, Claim)
+    assert len(found.record.lost) == LOST_MAX
 
 
 class Told:

@@ -279,6 +279,25 @@ def test_an_outbox_of_another_database_is_noticed(tmp_path: Path, log: Log) -> N
                 relay.drain()
 
 
+def test_an_outbox_that_was_made_anew_is_noticed_by_a_relay_that_runs(
+    tmp_path: Path, log: Log
+) -> None:
+    """Its numbers begin again: the stream would take them for repeats."""
+    file = tmp_path / "business.db"
+    database = f"sqlite:///{file}"
+    relay = outbox.Relay(log, lambda: connect(database))
+    prepare(database)
+    pay(database, range(2))
+    assert relay.drain() == 2
+    file.unlink()
+    prepare(database)
+    pay(database, range(2, 4))
+    with pytest.raises(OutboxError, match="is fed by another outbox"):
+        relay.drain()
+    with connect(database) as connection:
+        assert connection.execute("SELECT count(*) FROM penstock_outbox").fetchall() == [(2,)]
+
+
 def test_mistakes_are_told(tmp_path: Path, log: Log) -> None:
     log.apply([CreateStream(declare("plain", Payment))])
     with contextlib.closing(sqlite3.connect(tmp_path / "b.db")) as connection:
@@ -387,7 +406,12 @@ def test_what_an_earlier_version_noted_of_a_stream_counts(tmp_path: Path, log: L
         with pytest.raises(OutboxError, match="is fed by another outbox"):
             outbox.Relay(log, lambda: connect(database)).drain()
         log.commit(holder, 1, Commit(progress={f"outbox/stream/{name}": None}))
+    with connect(database) as connection:
+        [[own]] = connection.execute("SELECT origin FROM penstock_outbox_origin").fetchall()
+    holder = log.hold("earlier")
+    log.commit(holder, 0, Commit(progress={"outbox/stream/payments": own.encode()}))
     assert outbox.Relay(log, lambda: connect(database)).drain() == 2
+    assert log.progress("outbox/stream/payments") is None, "it is noted anew"
 
 
 def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, log: Log) -> None:

@@ -19,7 +19,13 @@ from penstock.connect.dial import DialOptions, SinkWorker
 from penstock.connect.registry import records
 from penstock.connect.sink import Sink
 from penstock.connect.sinks.postgres import PostgresSink
-from penstock.connect.sources.postgres import PostgresListenSource
+from penstock.connect.source import Item
+from penstock.connect.sources.postgres import (
+    Connection,
+    PostgresListenSource,
+    _Rows,
+    connected,
+)
 from penstock.connect.wire import Message
 from penstock.errors import ConnectorError, UsageError
 from penstock.testing.processes import wait_until
@@ -142,6 +148,47 @@ def test_a_smaller_id_that_is_committed_later_is_not_lost(
         slow.commit()
         come(log, 3)
     assert numbers(log) == [0, 1, 2]
+
+
+def test_a_transaction_that_begins_while_the_newest_row_is_found_is_waited_for(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rows there are is asked before who writes: whoever has a smaller id is seen then."""
+    insert(server, 0, 1)
+    rows, looks = _Rows("events", "id"), list[object]()
+    look = _Rows._writing
+    with psycopg.connect(server.url) as slow, connected(server.url) as connection:
+
+        def writing(rows: _Rows, connection: Connection) -> set[str]:
+            found = look(rows, connection)
+            if not looks:
+                slow.execute("INSERT INTO events (n) VALUES (1)")
+                insert(server, 2, 3)
+            looks.append(found)
+            return found
+
+        monkeypatch.setattr(_Rows, "_writing", writing)
+        read = [item for _ in range(5) for item in rows.read(connection)]
+        slow.commit()
+        read += [item for _ in range(5) for item in rows.read(connection)]
+    assert [json.loads(item.data)["n"] for item in read] == [0, 1, 2]
+
+
+def test_after_a_reset_nothing_comes_of_before_it(server: PostgresServer) -> None:
+    insert(server, 0, 3)
+    source = table(server)
+    found: list[Item] = []
+
+    def has_come() -> bool:
+        found.extend(filter(None, [source.handle_next()]))
+        return bool(found)
+
+    for _ in range(2):
+        found.clear()
+        source.handle_reset(None)
+        wait_until(has_come, 30, "the first row")
+        assert [json.loads(item.data)["n"] for item in found] == [0]
+    source.handle_close()
 
 
 def test_many_write_at_once(server: PostgresServer, log: Log) -> None:
@@ -396,6 +443,32 @@ def test_what_the_table_refuses_is_voted_against(
         assert sink.vote("good", 0)
         sink.resolve("good", True)
     assert names(server) == [(2, None)]
+
+
+def test_what_is_refused_only_at_the_end_of_a_transaction_is_voted_against_too(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    """A constraint that is deferred would refuse the commit of what was voted for."""
+    unique = "ALTER TABLE people ADD UNIQUE (name) DEFERRABLE INITIALLY DEFERRED"
+    do(server, unique)
+    with hosted(people(server), tmp_path) as address, worker(address, 1) as sink:
+        sink.send([person(1, name="ada"), person(2, name="ada")])
+        assert not sink.vote("t", 0)
+        sink.resolve("t", False)
+    assert names(server) == []
+
+
+def test_what_is_not_there_is_not_committed(server: PostgresServer) -> None:
+    sink = PostgresSink(server.url, "w", "people", ["id"])
+    sink.open(0, None)
+    sink.append([Message(1, 0, 0, None, b'{"id": 1}')])
+    sink.flush()
+    with pytest.raises(ConnectorError, match="up to 12 are not in the database, and 0 are"):
+        sink.commit(0, 12)
+    assert names(server) == []
+    sink.commit(0, 9)
+    assert names(server) == [(1, None)]
+    sink.close()
 
 
 def test_several_workers_begin_at_once(server: PostgresServer, tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from penstock.app.reports import sink_rows
 from penstock.app.runner import QueryStatus, make_streams
 from penstock.connect.delivery import Delivery, deliveries
 from penstock.connect.dial import DialOptions
-from penstock.connect.push import Target
+from penstock.connect.push import SENDING, TELLING, Step, Target
 from penstock.connect.sink import SinkHost, SinkOptions
 from penstock.connect.sinks.file import FileSink
 from penstock.connect.wire import Message
-from penstock.errors import AppError, UsageError
+from penstock.errors import AppError, ConnectorError, SinkGoneError, UsageError
 from penstock.failpoints import CONNECTOR_NAMES, ENVIRONMENT, REACHED
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import VICTIMS, RunnerProcess, wait_until
@@ -273,6 +273,26 @@ def test_a_sink_that_was_replaced_meanwhile_is_noticed(tmp_path: Path) -> None:
             assert "it is another one, or has lost some" in str(run.until_failed())
     finally:
         run.__exit__(None, None, None)
+
+
+def test_a_worker_that_waits_for_an_outcome_is_asked_again_later(tmp_path: Path) -> None:
+    """It will hear it: that is no reason for an app to be given up."""
+    with SinkHost(lambda worker: FileSink(tmp_path, worker), tmp_path) as host:
+        target = Target("q", address_of(host), 1, DialOptions(timeout_s=30), "begin anew")
+        vote = target.push("q-0", [[(None, 0, b"one")]], Step(1, 1, SENDING))
+        with pytest.raises(SinkGoneError, match=r"has not heard the outcome of q-0/1\.1 yet"):
+            target.push("q-0", [[(None, 0, b"two")]], Step(1, 2, SENDING))
+        target.tell(vote, Step(1, 2, TELLING))
+        target.push("q-0", [[(None, 0, b"two")]], Step(1, 3, SENDING))
+    assert committed_lines(tmp_path, "q-0") == ["one"]
+
+
+def test_a_sink_that_lost_what_it_has_voted_for_is_noticed_when_it_is_told(tmp_path: Path) -> None:
+    with SinkHost(lambda worker: FileSink(tmp_path, worker), tmp_path) as host:
+        target = Target("q", address_of(host), 1, DialOptions(timeout_s=30), "begin anew")
+        vote = target.push("q-0", [[(None, 0, b"one")]], Step(1, 1, SENDING))
+        with pytest.raises(ConnectorError, match="has 3 bytes of worker q-0, and 7 were committed"):
+            target.tell(vote._replace(end=7), Step(1, 2, TELLING))
 
 
 def test_the_number_of_workers_must_not_change(tmp_path: Path) -> None:

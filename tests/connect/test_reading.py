@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from penstock.connect import wire
 from penstock.connect.addresses import ENVIRONMENT, announced, check_address, resolved
 from penstock.connect.codecs import decoder, encoder
 from penstock.connect.reading import SinkClient
 from penstock.connect.sink import SinkOptions
+from penstock.connect.spool import Spool, SpoolSink
 from penstock.errors import (
     ClosedError,
     ConnectorTimeoutError,
@@ -155,6 +157,80 @@ def test_a_program_that_is_killed_goes_on_where_it_was(
     by_id = dict(lines)
     assert [int(text) for text in by_id.values()] == list(range(count)), "all of them, in order"
     assert len(lines) - len(by_id) <= kills, "only the last one before a kill comes again"
+
+
+@pytest.mark.row("W7", engine="any")
+def test_killed_when_all_was_read_and_before_it_was_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it comes again, and what comes behind it is read."""
+
+    def killed(spool: Spool, stretch: object) -> None:
+        raise ZeroDivisionError
+
+    pusher = Pusher("auto:numbers")
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        pusher.push("1", "2")
+        assert [sink.read(timeout=5), sink.read(timeout=5)] == [1, 2]
+        with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+            patched.setattr(Spool, "_forget", killed)
+            sink.read(timeout=0)
+        sink.close()
+    for following in (3, 4):
+        with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+            with pytest.raises(ConnectorTimeoutError):
+                sink.read(timeout=0)
+            pusher.push(str(following))
+            assert sink.read(timeout=5) == following
+
+
+@pytest.mark.row("W7", engine="any")
+def test_what_came_first_and_was_committed_last_is_read_last(tmp_path: Path) -> None:
+    """How far one stretch was read says nothing of another, whose messages are older."""
+    spool = Spool(tmp_path, 1000)
+    first, last = SpoolSink(spool, "first"), SpoolSink(spool, "last")
+    for sink in (last, first):
+        sink.open(0, None)
+        sink.append([wire.Message(1, 0, 0, None, b"%d" % n) for n in range(2)])
+        sink.flush()
+    for sink, worker in ((first, "first"), (last, "last")):
+        sink.commit(0, 2)
+        found = [spool.take(), spool.take()]
+        assert [(kept.worker, kept.data) for kept in found if kept] == [
+            (worker, b"0"),
+            (worker, b"1"),
+        ]
+        spool.confirm()
+    assert spool.take() is None
+    spool.close()
+
+
+@pytest.mark.row("W12", engine="any")
+def test_what_is_voted_for_or_decided_is_written_through(tmp_path: Path) -> None:
+    """Only what is durable survives a loss of power: vote, commit and abort are."""
+    said: list[str] = []
+    spool = Spool(tmp_path, 1000)
+    spool._database.set_trace_callback(said.append)
+
+    def is_durable() -> bool:
+        chosen = [text for text in said if text.startswith("PRAGMA synchronous")]
+        said.clear()
+        return chosen == ["PRAGMA synchronous = FULL"]
+
+    sink = SpoolSink(spool, "w")
+    sink.open(0, None)
+    sink.append([wire.Message(1, 0, 0, None, b"one")])
+    said.clear()
+    sink.flush()
+    assert is_durable()
+    with pytest.raises(UsageError, match="does not hold worker w up to 4"):
+        sink.commit(0, 4)
+    said.clear()
+    sink.commit(0, 3)
+    assert is_durable()
+    sink.abort(3)
+    assert is_durable()
+    spool.close()
 
 
 def test_addresses(ports: Path) -> None:

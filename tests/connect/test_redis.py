@@ -148,6 +148,26 @@ def test_entries_that_are_gone_are_told(
     assert texts(log) == numbered([*range(10), *left[how], 20])
 
 
+def test_what_is_gone_is_told_after_a_reset_too(server: RedisServer, client: redis.Redis) -> None:
+    """How many there were up to what was read before says nothing of where it goes on now."""
+    ids: list[Any] = [client.xadd("s", {"data": f"{n}"}) for n in range(10)]
+    source = RedisStreamSource("a", server.url, "s")
+    source.handle_open()
+    source.handle_reset(None)
+    found: list[object] = []
+
+    def has_come() -> bool:
+        found.extend(filter(None, [source.handle_next()]))
+        return len(found) == 10
+
+    wait_until(has_come, 30, "all of them")
+    client.xtrim("s", minid=ids[8], approximate=False)
+    source.handle_reset(number_of(ids[5]))
+    with pytest.raises(ConnectorError, match=r"an entry behind .* is gone from Redis"):
+        wait_until(lambda: source.handle_next() is not None, 30, "the next one")
+    source.handle_close()
+
+
 def test_what_was_read_may_go(server: RedisServer, client: redis.Redis, log: Log) -> None:
     """Trimming and deleting behind the reader, also everything, is no loss."""
     add(client, range(100))

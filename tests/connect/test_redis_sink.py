@@ -235,6 +235,40 @@ def test_a_stream_that_is_none_is_refused(
             worker(address, 1).__enter__()
 
 
+def test_a_target_that_became_something_else_keeps_what_was_voted_for(
+    server: RedisServer, client: redis.Redis
+) -> None:
+    """Redis does not undo: nothing is applied, and nothing is forgotten, until it is put right."""
+    sink = entries(server)("w")
+    sink.open(0, None)
+    sink.append([Message(1, 0, 0, None, b"one")])
+    sink.flush()
+    client.set("out", "x")
+    with pytest.raises(UsageError, match="out is there in Redis, and is no stream"):
+        sink.commit(0, 3)
+    client.delete("out")
+    sink.open(0, 3)
+    sink.commit(0, 3)
+    assert out(client) == ["one"]
+    sink.close()
+
+
+def test_another_redis_is_noticed(server: RedisServer, client: redis.Redis) -> None:
+    sink = entries(server)("w")
+    sink.open(0, None)
+    sink.append([Message(1, 0, 0, None, b"one")])
+    sink.flush()
+    with pytest.raises(ConnectorError, match="up to 5 are not in Redis, and 0 are committed"):
+        sink.commit(0, 5)
+    sink.commit(0, 3)
+    with pytest.raises(ConnectorError, match="Redis has 3 bytes of worker w, and 5 were"):
+        sink.open(5, None)
+    client.flushall()
+    with pytest.raises(ConnectorError, match="Redis has 0 bytes of worker w, and 3 were"):
+        sink.open(3, None)
+    sink.close()
+
+
 def test_redis_is_down(server: RedisServer, client: redis.Redis, tmp_path: Path) -> None:
     told: list[str] = []
     with hosted(entries(server), tmp_path, told) as address:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import random
 import resource
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 
 from penstock.connect import wire
 from penstock.connect.dial import DialOptions, SinkWorker
-from penstock.connect.effects import Send
+from penstock.connect.effects import Close, Send
 from penstock.connect.sink import SinkHost, SinkOptions
 from penstock.connect.sinking import SinkSession, SinkTerms, Standing, Stretch, Vote
 from penstock.connect.sinks.file import Ends, FileSink
@@ -102,6 +104,39 @@ def test_a_vote_outlives_the_sink(tmp_path: Path, commit: bool) -> None:
         assert worker.committed == (3 if commit else 0)
 
 
+@pytest.mark.row("W12", engine="any")
+def test_a_vote_waits_for_its_outcome_on_a_new_connection_too(
+    host: SinkHost, tmp_path: Path
+) -> None:
+    """What comes meanwhile lies behind what was voted for; and there is one vote at a time."""
+
+    @contextlib.contextmanager
+    def connected() -> Iterator[Peer]:
+        with Peer(host.address) as peer:
+            assert isinstance(peer.hello(instance="w", version=wire.SINK_VERSION), wire.Ok)
+            yield peer
+        wait_until(lambda: not host._active, 10, "the sink letting go of it")
+
+    with connected() as peer:
+        peer.send(wire.Message(1, 0, 0, None, b"one"))
+        peer.tell(wire.Phase1("t1", ((1, 0, 3),)))
+        assert told(peer) == wire.Reply("t1", True)
+    with connected() as peer:
+        peer.send(wire.Message(1, 3, 0, None, b"two"))
+        peer.tell(wire.Phase2("t1", True), wire.Phase1("t2", ((1, 3, 6),)))
+        assert told(peer) == wire.Reply("t2", True)
+    with connected() as peer:
+        peer.send(wire.Message(1, 6, 0, None, b"three"))
+        peer.tell(wire.Phase1("t3", ((1, 3, 11),)))
+        assert peer.next() == wire.Error("Phase1 of t3 while another one is pending")
+    with connected() as peer:
+        peer.tell(wire.ListUncommitted(1))
+        assert told(peer) == wire.ReplyUncommitted(1, ("t2",))
+        peer.tell(wire.Phase2("t2", True), wire.ListUncommitted(2))
+        assert told(peer) == wire.ReplyUncommitted(2, ())
+    assert lines(tmp_path) == ["one", "two"]
+
+
 @pytest.mark.row("W11", engine="any")
 def test_gaps_and_repeats(host: SinkHost, tmp_path: Path) -> None:
     with Peer(host.address) as peer:
@@ -119,6 +154,7 @@ def test_gaps_and_repeats(host: SinkHost, tmp_path: Path) -> None:
         peer.send(wire.Message(1, 4, 0, None, b"ef"))
         for transaction, stretch in (
             ("other start", (1, 0, 6)), ("backwards", (1, 4, 3)), ("more", (1, 4, 9)),
+            ("less", (1, 4, 5)),
         ):  # fmt: skip
             peer.tell(wire.Phase1(transaction, (stretch,)))
             assert told(peer) == wire.Reply(transaction, False)
@@ -153,6 +189,55 @@ def test_a_worker_connects_once_and_a_later_attempt_takes_over(
             with pytest.raises(SinkGoneError):
                 first.vote("t", 0)
     assert lines(tmp_path) == ["new"]
+
+
+def test_a_sink_is_closed_before_the_next_one_is_opened(tmp_path: Path) -> None:
+    """A worker that is taken over from may be in the middle of something."""
+    calls: list[str] = []
+    is_opened_again = threading.Event()
+
+    class Slow(FileSink):
+        def open(self, committed: int, kept: int | None) -> None:
+            super().open(committed, kept)
+            calls.append("open")
+            if calls.count("open") > 1:
+                is_opened_again.set()
+
+        def close(self) -> None:
+            if self._file is not None:
+                is_opened_again.wait(0.5)  # time enough to be opened, if it may
+                calls.append("close")
+            super().close()
+
+    with SinkHost(lambda worker: Slow(tmp_path, worker), tmp_path) as host:
+        with SinkWorker(address_of(host), "w", (1,)), SinkWorker(address_of(host), "w", (2,)):
+            assert calls == ["open", "close", "open"]
+        wait_until(lambda: calls[-1] == "close", 10, "its being closed")
+
+
+@pytest.mark.parametrize(
+    ("limit", "frames"),
+    [
+        ("STREAMS_MAX", [wire.Notify(n, "w", 0) for n in (1, 2, 3)]),
+        ("STREAMS_MAX", [wire.Message(n, 0, 0, None, b"x") for n in (1, 2, 3)]),
+        ("QUEUED_MAX", [wire.Notify(n, "w", 0) for n in (1, 2, 3)]),
+    ],
+)
+def test_what_a_worker_may_have_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, limit: str, frames: list[wire.Frame]
+) -> None:
+    """So many streams; and so many frames while it is not yet known whether it may connect."""
+    monkeypatch.setattr(f"penstock.connect.sinking.{limit}", 2)
+    session = SinkSession(SinkTerms())
+    list(session.receive([wire.Hello("v0.0.1", "", "p", "w")]))
+    if limit == "STREAMS_MAX":
+        list(session.approved(Standing()))
+    assert not any(isinstance(effect, Close) for effect in session.receive(frames[:2]))
+    *_, told, closed = session.receive(frames[2:])
+    assert isinstance(told, Send)
+    assert isinstance(told.frame, wire.Error)
+    assert isinstance(closed, Close)
+    assert session.state == "closed"
 
 
 def test_an_idle_worker_is_let_go(tmp_path: Path) -> None:
@@ -241,6 +326,40 @@ def test_a_target_that_fails_is_voted_against(tmp_path: Path) -> None:
         worker.resolve("t", False)
     assert any("no space left" in line for line in said)
     assert lines(tmp_path) == []
+
+
+@pytest.mark.row("W12", engine="any")
+@pytest.mark.parametrize("commit", [True, False])
+def test_an_outcome_that_the_target_could_not_take_is_told_again(
+    tmp_path: Path, commit: bool
+) -> None:
+    """It does not count as told before it is carried out."""
+    failures = [OSError("no route to host")]
+
+    class Away(FileSink):
+        def commit(self, start: int, end: int) -> None:
+            self.fail()
+            super().commit(start, end)
+
+        def abort(self, start: int) -> None:
+            self.fail()
+            super().abort(start)
+
+        def fail(self) -> None:
+            if failures:
+                raise failures.pop()
+
+    with SinkHost(lambda worker: Away(tmp_path, worker), tmp_path) as host:
+        with SinkWorker(address_of(host), "w", (1,)) as worker:
+            worker.send(rows("one"))
+            assert worker.vote("t", 0)
+            with pytest.raises(SinkGoneError, match="no route to host"):
+                worker.resolve("t", commit)
+        with SinkWorker(address_of(host), "w", (2,)) as worker:
+            assert worker.uncommitted == ("t",)
+            worker.resolve("t", commit)
+            assert worker.committed == (3 if commit else 0)
+    assert lines(tmp_path) == (["one"] if commit else [])
 
 
 @pytest.mark.row("W11", engine="any")
@@ -434,6 +553,80 @@ def test_what_could_not_be_saved_does_not_come_back(tmp_path: Path) -> None:
         assert log.workers() == {"a": standing_at(1), "b": standing_at(3)}
 
 
+class Synced:
+    """What the disk was told to keep: of a file how much, of a folder which files it has."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._sizes: dict[int, int] = {}
+        self._names: dict[int, dict[str, int]] = {}
+        self._sync = os.fsync
+        monkeypatch.setattr("os.fsync", self.sync)
+
+    def sync(self, file: int) -> None:
+        self._sync(file)
+        found = os.fstat(file)
+        self._sizes[found.st_ino] = found.st_size
+        if stat.S_ISDIR(found.st_mode):
+            folder = Path(f"/proc/self/fd/{file}").readlink()
+            self._names[found.st_ino] = {p.name: p.stat().st_ino for p in folder.iterdir()}
+
+    def has(self, path: Path) -> bool:
+        """Whether all of the file, and its name, outlive a loss of power."""
+        found, folder = path.stat(), path.parent.stat().st_ino
+        is_named = self._names.get(folder, {}).get(path.name) == found.st_ino
+        return is_named and self._sizes.get(found.st_ino) == found.st_size
+
+
+@pytest.mark.row("W12", engine="any")
+def test_a_vote_outlives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a line says is on the disk when it is saved, also in a file that was made anew."""
+    synced = Synced(monkeypatch)
+    monkeypatch.setattr("penstock.connect.transactions.LINES_MAX", 5)
+    with TransactionLog(tmp_path) as log:
+        for number in range(20):
+            log.save("w", standing_at(number))
+            assert synced.has(tmp_path / FILE)
+
+
+@pytest.mark.row("W12", engine="any")
+def test_what_is_voted_for_outlives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = Synced(monkeypatch)
+    sink = FileSink(tmp_path, "w")
+    sink.open(0, None)
+    for number in range(3):
+        sink.append([wire.Message(1, 0, 0, None, b"one")])
+        sink.flush()
+        assert synced.has(sink.path)
+        assert synced.has(sink.path.with_suffix(".ends"))
+        sink.commit(number * 3, number * 3 + 3)
+        assert synced.has(sink.path.with_suffix(".ends"))
+    sink.close()
+
+
+def test_a_transaction_log_that_was_replaced_while_it_was_opened_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever had it has put another file in its place, and ended: the old one says less."""
+    with TransactionLog(tmp_path) as log:
+        log.save("w", standing_at(1))
+    lock = fcntl.flock
+
+    def replaced(file: int, how: int) -> None:
+        monkeypatch.setattr("fcntl.flock", lock)
+        (tmp_path / "other").write_bytes(msgspec.json.encode(Line("w", standing_at(2))) + b"\n")
+        (tmp_path / "other").replace(tmp_path / FILE)
+        lock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", replaced)
+    with TransactionLog(tmp_path) as log:
+        assert log.standing("w") == standing_at(2)
+        log.save("w", standing_at(3))
+    with TransactionLog(tmp_path) as log:
+        assert log.standing("w") == standing_at(3)
+
+
 @contextlib.contextmanager
 def no_larger_files(size: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -544,6 +737,43 @@ def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConnectorError, match="is shorter than what was committed"):
         sink.open(3, None)
     sink.close()
+
+
+def test_a_file_sink_that_is_killed_while_it_discards_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of the file is never more than the file has."""
+
+    def killed(sink: FileSink, ends: Ends) -> None:
+        raise ZeroDivisionError
+
+    sink = FileSink(tmp_path, "w")
+    sink.open(0, None)
+    sink.append([wire.Message(1, 0, 0, None, b"one")])
+    sink.flush()
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(FileSink, "_save", killed)
+        sink.abort(0)
+    sink.close()
+    sink.open(0, 3)  # the host did not get to save it, either
+    sink.abort(0)
+    sink.append([wire.Message(1, 0, 0, None, b"two")])
+    sink.flush()
+    sink.commit(0, 3)
+    sink.close()
+    assert lines(tmp_path) == ["two"]
+
+
+def test_an_outcome_that_a_sink_passes_over_is_not_taken_for_heard(
+    host: SinkHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another make may do."""
+    with SinkWorker(address_of(host), "w", (1,)) as worker:
+        worker.send(rows("one"))
+        assert worker.vote("t", 0)
+        monkeypatch.setattr(SinkSession, "_phase2", lambda session, told: [])
+        with pytest.raises(SinkGoneError, match="has not resolved t"):
+            worker.resolve("t", True)
 
 
 def test_a_target_that_is_away_is_told_apart_from_one_that_refuses(tmp_path: Path) -> None:

@@ -18,12 +18,15 @@ import pytest
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
 from penstock.connect import wire
+from penstock.connect.client import ClientSession, Failed, Greeting, Restarted
 from penstock.connect.listener import Listener, ListenerOptions
+from penstock.connect.numbering import OwnNumbers
 from penstock.connect.registry import records
 from penstock.connect.source import END, ConnectorOptions, Source, SourceConnector
 from penstock.connect.writing import SourceClient, source
 from penstock.errors import BufferFullError, ConnectorError, ConnectorTimeoutError, UsageError
 from penstock.testing.processes import wait_until
+from tests.connect.peer import Peer
 
 RAW = ListenerOptions(routes=[("*", "raw")])
 
@@ -462,6 +465,181 @@ def test_a_listener_that_never_answers_is_left() -> None:
             again, _ = server.accept()
             with silent, again:
                 again.sendall(wire.encode(wire.Ok(10)))  # and nothing about the stream
-                third, _ = server.accept()
-                third.close()
-    assert any("has not answered for 0.5 s" in line for line in told)
+                with accepted(server) as third:  # it gives the stream, and confirms nothing of it
+                    give(third, "a", 100)
+                    fourth, _ = server.accept()
+                    fourth.close()
+    assert sum("has not answered for 0.5 s" in line for line in told) >= 1
+
+
+# A listener that says what a test likes
+
+
+@contextmanager
+def accepted(server: socket.socket) -> Iterator[Peer]:
+    """A connector's connection, as the listener has it."""
+    peer = Peer(server.getsockname())
+    server.settimeout(30)
+    peer.socket, _ = server.accept()
+    peer.socket.settimeout(30)
+    with peer.socket:
+        yield peer
+
+
+def give(peer: Peer, name: str, credits_: int) -> int:
+    """Let the connector in, and give it the stream that it asks for; the stream's id."""
+    assert isinstance(peer.next(), wire.Hello)
+    peer.send(wire.Ok(credits_))
+    number = wire.stream_id(name)
+    assert peer.next() == wire.Notify(number, name, 0)
+    peer.send(wire.NotifyAck(True, number, wire.NEVER))
+    return number
+
+
+def numbers_until(peer: Peer, last: int) -> list[int]:
+    """The numbers of the messages that come, up to this one."""
+    found: list[int] = []
+    while not found or found[-1] < last:
+        frame = peer.next()
+        assert isinstance(frame, wire.Message)
+        found.append(frame.message_id)
+    return found
+
+
+class Waiting(Numbers):
+    """Has nothing more at its end, for now; and at first has nothing for some time."""
+
+    def __init__(self, name: str, until: int, idle: int = 0) -> None:
+        super().__init__(name, until)
+        self.idle = idle
+
+    def handle_next(self) -> Any:
+        self.idle -= 1
+        found = None if self.idle >= 0 else super().handle_next()
+        return None if found is END else found
+
+
+@pytest.mark.row("W3", engine="any")
+def test_a_source_is_finished_once_its_last_message_is_safe() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with SourceConnector(address, [numbers := Numbers("a", 10)]) as connector:
+            with accepted(server) as peer:
+                number = give(peer, "a", 100)
+                assert numbers_until(peer, 9) == list(range(10))
+                assert peer.next() == wire.Eos(number)
+                peer.send(wire.Ack(0, ((number, 4),)))
+                wait_until(lambda: numbers.safe == 4, 30, "its hearing of that")
+                with pytest.raises(ConnectorTimeoutError, match="not everything was safe"):
+                    connector.finish(0.1)
+                peer.send(wire.Ack(0, ((number, 9),)))
+                connector.finish(30)
+
+
+@pytest.mark.row("W4", engine="any")
+def test_a_stream_is_given_back_once_what_was_sent_of_it_is_safe() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with SourceConnector(address, [numbers := Waiting("a", 3)]) as connector:
+            with accepted(server) as peer:
+                number = give(peer, "a", 100)
+                assert numbers_until(peer, 2) == [0, 1, 2]
+                connector.give_back("a")
+                assert peer.next() == wire.Eos(number)
+                peer.send(wire.Ack(0, ((number, 1),)))
+                wait_until(lambda: numbers.safe == 1, 30, "its hearing of that")
+                assert "close" not in numbers.calls
+                peer.send(wire.Ack(0, ((number, 2),)))
+                wait_until(lambda: "close" in numbers.calls, 30, "its end")
+                assert numbers.safe == 2
+
+
+def test_a_source_that_has_nothing_costs_no_credits() -> None:
+    """And of those that there are, all are used, and none twice."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with SourceConnector(address, [Waiting("a", 10, idle=20)]) as connector:
+            with accepted(server) as peer:
+                number = give(peer, "a", 5)
+                assert numbers_until(peer, 3) == [0, 1, 2, 3]
+                connector.wake()
+                peer.socket.settimeout(0.3)  # that nothing comes cannot be waited for otherwise
+                with pytest.raises(TimeoutError):
+                    peer.next()
+                peer.socket.settimeout(30)
+                peer.send(wire.Ack(2, ((number, 3),)))
+                assert numbers_until(peer, 5) == [4, 5]
+
+
+@pytest.mark.row("W4", engine="any")
+def test_a_source_that_has_ended_may_come_again(log: Log) -> None:
+    with running(log, [Numbers("a", 3)]) as connector:
+        connector.finish(30)
+        connector.give_back("a")
+        connector.add(again := Numbers("a", 6))
+        wait_until(lambda: again.safe == 5, 30, "what is new being safe")
+        connector.finish(30)
+    assert again.calls == ["open", 2, "close"]
+    assert data_of(log) == Counter(f"a:{n}" for n in range(6))
+
+
+def test_a_source_that_waits_for_its_turn_can_be_given_back_too() -> None:
+    """As where Kafka gives a partition, takes it, and takes it again before the first is done."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with SourceConnector(address, [first := Waiting("a", 3)]) as connector:
+            with accepted(server) as peer:
+                number = give(peer, "a", 100)
+                numbers_until(peer, 2)
+                connector.give_back("a")
+                assert peer.next() == wire.Eos(number)
+                connector.add(second := Waiting("a", 5))
+                connector.give_back("a")
+                peer.send(wire.Ack(0, ((number, 2),)))
+                wait_until(lambda: "close" in first.calls, 30, "its end")
+                connector.add(Waiting("b", 1))
+                other = wire.stream_id("b")
+                assert peer.next() == wire.Notify(other, "b", 0)
+                peer.send(wire.NotifyAck(True, other, wire.NEVER))
+                assert numbers_until(peer, 0) == [0], "and nothing was asked for besides"
+    assert second.calls == []
+
+
+def test_what_is_not_kept_takes_no_room(log: Log) -> None:
+    """Messages that are safe already, and those whose number is wrong."""
+    with Listener(log, RAW) as listener:
+        with SourceClient(address_of(listener), "s", buffer_bytes_max=2000) as client:
+            client.write(b"x", sequence=7)
+            client.flush(30)
+            for _ in range(100):
+                client.write(b"x", sequence=7, timeout_s=0)
+    with SourceClient("127.0.0.1:9", "s", buffer_bytes_max=2000) as client:
+        client.write(b"x", sequence=7)
+        for number in (7, 6) * 50:
+            with pytest.raises(UsageError, match=f"message {number} of s comes after 7"):
+                client.write(b"x", sequence=number, timeout_s=0)
+        client.write(b"x", sequence=8, timeout_s=0)
+        client.close(flush=False)
+    assert len(data_of(log)) == 1
+
+
+def test_numbers_of_ones_own_are_not_anothers() -> None:
+    """Two programs go on behind the same message, and no number of one is one of the other."""
+    one, other = OwnNumbers(), OwnNumbers()
+    assert one.resume(7)
+    assert other.resume(7)
+    mine, theirs = [one.take() for _ in range(1000)], [other.take() for _ in range(1000)]
+    assert mine == list(range(mine[0], mine[0] + 1000))
+    assert not {*mine} & {*theirs}
+    assert one.resume(7), "nothing has come since"
+    assert one.resume(mine[500])
+    assert one.take() == mine[-1] + 1
+    assert not one.resume(mine[-1] + 2), "a number that was not given yet is somebody else's"
+    assert one.take() > mine[-1] + 2
+
+
+def test_nothing_behind_a_farewell_counts() -> None:
+    for last, news in ((wire.Restart(""), Restarted("")), (wire.Error("no"), Failed("no"))):
+        session = ClientSession(Greeting(program="p", instance="i"))
+        frames = [wire.Ok(7), last, wire.Error("it should not have come to this")]
+        assert session.receive(frames) == [news]

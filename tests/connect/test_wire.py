@@ -163,8 +163,9 @@ def test_texts_too_long_are_refused_and_never_cut() -> None:
 
 
 def test_a_message_of_stream_0_is_of_a_transaction_or_wrong() -> None:
-    with pytest.raises(ProtocolError, match="none of the two-phase commit"):
-        wire.two_phase(wire.Message(0, 1, 0, None, b"\xc9" + b"\0" * 8))
+    for number, time_ns, key in ((1, 0, None), (0, 1, None), (0, 0, b"k")):
+        with pytest.raises(ProtocolError, match="none of the two-phase commit"):
+            wire.two_phase(wire.Message(0, number, time_ns, key, b"\xc9" + b"\0" * 8))
     with pytest.raises(ProtocolError, match="tag 7"):
         wire.two_phase(wire.Message(0, 0, 0, None, b"\x07"))
     with pytest.raises(ProtocolError, match="past the frame"):

@@ -21,6 +21,7 @@ from penstock.errors import (
     LogIOError,
     LogReadOnlyError,
     PenstockError,
+    PieceError,
 )
 from penstock.log import open_log
 from penstock.log.api import Commit, CommitOptions, Damage, Log
@@ -111,8 +112,9 @@ def test_a_full_disk_after_an_unknown_outcome_is_still_unknown(disk: FaultyVfs, 
         with pytest.raises(CommitOutcomeUnknownError):
             commit_as(log, holder, 0, "s", [0])
         disk.faults = [Fault("write", "full", lasting=True)]
-        with pytest.raises(CommitOutcomeUnknownError, match="may have happened"):
-            commit_as(log, holder, 0, "s", [0])
+        for _ in range(3):
+            with pytest.raises(CommitOutcomeUnknownError, match="may have happened"):
+                commit_as(log, holder, 0, "s", [0])
         disk.faults = []
         commit_as(log, holder, 0, "s", [0])
     assert amounts(path) == [0]
@@ -195,6 +197,20 @@ def test_a_commit_that_is_repeated_is_synced_again(disk: FaultyVfs, path: Path) 
         part = make_part(log, "s", [1])
         done = log.commit(holder, 0, Commit(parts=[part]), CommitOptions(acks="all"))
         assert done.repeated
+        assert len(disk.syncs) == 1
+
+
+def test_a_commit_whose_pieces_are_gone_is_synced_when_it_is_repeated(
+    disk: FaultyVfs, path: Path
+) -> None:
+    with open_on(path) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        lazily = CommitOptions(acks="write")
+        piece = log.stage(holder, 0, make_part(log, "s", [1]), lazily)
+        log.commit(holder, 0, Commit(pieces=[piece]), lazily)
+        disk.syncs.clear()
+        assert log.commit(holder, 0, Commit(pieces=[piece])).repeated
         assert len(disk.syncs) == 1
 
 
@@ -380,7 +396,15 @@ def test_a_damaged_index_row_is_found(path: Path, change: str) -> None:
             list(log.read("s", 0, 15))
 
 
-def test_upkeep_goes_on_beside_damage(path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE blobs SET data = x'00' WHERE id = (SELECT max(blob_id) FROM batches "
+        "WHERE first_offset = 20 AND stream_id = ?)",
+        "UPDATE batches SET seal = seal + 1 WHERE first_offset = 20 AND stream_id = ?",
+    ],
+)
+def test_upkeep_goes_on_beside_damage(path: Path, damage: str) -> None:
     """A damaged batch is left alone; what can be merged is, and the damage stays findable."""
     with open_log(path, upkeep_interval_ms=0) as log:
         create(log, "s")
@@ -390,10 +414,7 @@ def test_upkeep_goes_on_beside_damage(path: Path) -> None:
             commit_as(log, holder, 2 * n, "s", [n])
             commit_as(log, holder, 2 * n + 1, "other", [n])
         with contextlib.closing(connect(path)) as connection:
-            connection.execute(
-                "UPDATE blobs SET data = x'00' WHERE id = (SELECT max(blob_id) FROM batches "
-                "WHERE first_offset = 20 AND stream_id = ?)", (log.stream("s").id,)
-            )  # fmt: skip
+            connection.execute(damage, (log.stream("s").id,))
         assert log.maintain().batches_merged > 0
         assert [e.data.amount for e in orders(log, "other")] == list(range(40))
         assert [d.first_offset for d in log.verify() if d.stream == "s"] == [20]
@@ -472,3 +493,40 @@ def check_listed(log: Log, found: list[Damage]) -> None:
         events = read_events(log, name, Order, ReadOptions(on_damage=told.append))
         rows = sum(damage.last_offset + 1 - damage.first_offset for damage in lost)
         assert sum(1 for _ in events) == 400 - rows
+
+
+def test_a_damaged_piece_is_not_committed(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "t", table=True)
+        holder = log.hold("p")
+        piece = log.stage(holder, 0, make_part(log, "t", range(100)))
+        blob = piece.batches[0]
+        with contextlib.closing(connect(path)) as connection:
+            [row] = connection.execute("SELECT data FROM blobs WHERE id = ?", (blob,)).fetchall()
+            assert isinstance(row[0], bytes)
+            data = bytearray(row[0])
+            data[-80] ^= 1
+            connection.execute("UPDATE blobs SET data = ? WHERE id = ?", (bytes(data), blob))
+        with pytest.raises(PieceError, match="damaged: stage it again"):
+            log.commit(holder, 0, Commit(pieces=[piece]))
+        piece = log.stage(holder, 0, make_part(log, "t", range(100)))
+        log.commit(holder, 0, Commit(pieces=[piece]))
+        assert len(log.page("t")) == 10
+
+
+def test_a_follower_is_told_of_damage_once(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        for n in range(2):
+            commit_as(log, holder, n, "s", [n])
+        with contextlib.closing(connect(path)) as connection:
+            connection.execute("UPDATE batches SET seal = seal + 1 WHERE first_offset = 1")
+        told: list[DamagedError] = []
+        events = read_events(log, "s", Order, ReadOptions(on_damage=told.append, follow=True))
+        assert next(events).data.amount == 0
+        later = threading.Timer(0.2, lambda: commit_as(log, holder, 2, "s", [2]))
+        later.start()
+        assert next(events).data.amount == 2
+        later.join()
+        assert [damage.first_offset for damage in told] == [1]

@@ -230,6 +230,26 @@ def test_a_fenced_producer_does_not_take_a_session_for_its_own_that_another_one_
         assert [event.data.amount for event in orders(log, "s")] == [1, 2, 4]
 
 
+@pytest.mark.parametrize("happened", [False, True])
+def test_another_s_commit_of_the_same_name_is_not_taken_for_one_s_own(
+    kafka: Log, url: str, tmp_path: Path, happened: bool
+) -> None:
+    """Nobody knew what became of it, and meanwhile somebody else has the producer."""
+    create(kafka, "s")
+    holder = kafka.hold("p")
+    if happened:
+        commit_as(kafka, holder, 0, "s", [1])
+    cast(KafkaLog, kafka)._writer._uncertain.add(("p", 0))
+    with open_log(url, cache=str(tmp_path / "b"), upkeep_interval_ms=0) as other:
+        assert commit_as(other, other.hold("p"), 0, "s", [2]).repeated == happened
+    if happened:
+        assert commit_as(kafka, holder, 0, "s", [1]).repeated
+    else:
+        with pytest.raises(FencedError):
+            commit_as(kafka, holder, 0, "s", [1])
+    assert [event.data.amount for event in orders(kafka, "s")] == [1 if happened else 2]
+
+
 @pytest.mark.parametrize("streams", [2, 6])
 def test_a_producer_writes_to_more_streams_that_compare_ids_than_sessions_are_kept(
     url: str, tmp_path: Path, streams: int

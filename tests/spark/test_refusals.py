@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyspark
 import pytest
+from py4j.protocol import Py4JNetworkError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.datasource import ReadAllAvailable
@@ -20,8 +21,8 @@ from pyspark.sql.types import StructType
 import penstock
 from penstock import App, AppStream, AppTable, CreateStream, DropStream, Producer, declare
 from penstock import open as open_log
-from penstock.errors import AppError, PlanChangedError, UnknownObjectError
-from penstock.spark.failures import user_failure, worker_traceback
+from penstock.errors import AppError, PlanChangedError, SparkGoneError, UnknownObjectError
+from penstock.spark.failures import spark_alive, user_failure, worker_traceback
 from penstock.spark.options import parse
 from penstock.spark.source import StreamReader
 from penstock.spark.streaming import StatefulQuery
@@ -411,3 +412,15 @@ def test_a_plain_query_hears_of_a_stream_that_was_made_anew(
         again = StreamReader(parse({"log": log.url, "path": "s"}), StructType())
         with pytest.raises(UnknownObjectError, match="dropped and created anew"):
             again.latestOffset({"0": 10}, ReadAllAvailable())
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionRefusedError(111, "refused"), Py4JNetworkError("gone")]
+)
+def test_that_spark_has_died_is_told_from_failures_that_are_worth_another_try(
+    error: Exception,
+) -> None:
+    with pytest.raises(SparkGoneError, match="Spark's process has died"), spark_alive():
+        raise error
+    with pytest.raises(ZeroDivisionError), spark_alive():
+        raise ZeroDivisionError

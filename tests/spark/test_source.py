@@ -17,6 +17,7 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import StructType
 
 from penstock import (
     AlterStream,
@@ -348,6 +349,19 @@ def test_untyped_streams(place: Place) -> None:
         producer.send("anything", {"a": 1})
     (row,) = place.read("anything").collect()
     assert json.loads(row.data) == {"a": 1}
+
+
+def test_a_read_ends_where_the_stream_did_when_it_was_planned(tmp_path: Path) -> None:
+    """Also where more was asked for: what comes meanwhile is not part of it."""
+    path = tmp_path / "log.db"
+    with open_log(path, create=True) as log:
+        log.apply([CreateStream(declare("s", content="json"))])
+        with Producer(log) as producer:
+            for n in range(3):
+                producer.send("s", n)
+    options = parse({"log": str(path), "path": "s", "end": '{"0": 99}'})
+    found = BatchReader(options, StructType()).partitions()
+    assert [(p.start, p.end) for p in found if isinstance(p, RangePartition)] == [(0, 3)]
 
 
 def test_splits_are_a_function_of_the_offsets(place: Place) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from penstock.aio import READERS_MAX, AsyncProducer, read_batches_async, read_events
-from penstock.errors import ClosedError, UnknownObjectError
+from penstock.errors import ClosedError, RecordError, UnknownObjectError
 from penstock.log import open_log
 from penstock.log.api import Log
 from penstock.log.objects import DropStream, GrowStream
 from penstock.log.read import ReadOptions
+from penstock.records.schema import Record
 from penstock.testing.contract import Order, commit, create
 
 FOLLOW = ReadOptions(follow=True)
@@ -147,3 +148,23 @@ def test_a_cancelled_follower_leaves_nothing_behind(log: Log) -> None:
 
 def watching() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "penstock-aio-s"]
+
+
+def test_what_is_sent_at_once_keeps_its_order(log: Log) -> None:
+    async def work() -> None:
+        async with AsyncProducer(log) as producer:
+            await asyncio.gather(*(producer.send("s", Order("a", n)) for n in range(1000)))
+        assert await take(log, 1000, ReadOptions()) == list(range(1000))
+
+    asyncio.run(asyncio.wait_for(work(), LIMIT_S))
+
+
+def test_a_class_that_does_not_fit_the_stream_is_refused(log: Log) -> None:
+    class Other(Record):
+        user: int
+
+    async def work() -> None:
+        with pytest.raises(RecordError, match="does not fit"):
+            await anext(read_events(log, "s", Other))
+
+    asyncio.run(asyncio.wait_for(work(), LIMIT_S))

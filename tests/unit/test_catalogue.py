@@ -114,6 +114,15 @@ def test_what_removes_events_is_destructive(log: Log, file: Path) -> None:
     ]
 
 
+def test_to_keep_fewer_bytes_is_destructive(log: Log, file: Path) -> None:
+    for text, destructive in (
+        ("", False), ("2 MiB", True), ("3 MiB", False), ("1 MiB", True), ("1 MiB", False),
+    ):  # fmt: skip
+        setting = f"retention_bytes = '{text}'\n" if text else ""
+        plan = apply(log, file, f"[streams.s]\n{setting}")
+        assert any(step.startswith("! ") for step in plan) == destructive
+
+
 def test_a_file_drops_only_what_it_created(log: Log, file: Path, tmp_path: Path) -> None:
     log.apply([CreateStream(declare("by-hand"))])
     apply(log, file, SHOP)
@@ -140,6 +149,7 @@ def test_a_class_can_be_named(log: Log, file: Path) -> None:
     ("text", "where", "match"),
     [
         ("[streams.orders\n", 1, "not valid TOML"),
+        ("[streams.s]\n\n[streams.'default.s']\n", 3, "the stream s is declared twice"),
         ("\n\nx = = 1\n", 3, "not valid TOML"),
         ("[stream.orders]\n", 1, "'stream' is not known here"),
         ("[streams.orders]\nkey = 'a'\npartition = 3\n", 3, "'partition' is not known here"),

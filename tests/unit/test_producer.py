@@ -424,3 +424,52 @@ def test_metrics_are_written_again_after_their_producer_was_forgotten(
         writer.write([], {"a": b"2"})
     writer.write([], {"a": b"3"})
     assert log.progress("a") == b"3"
+
+
+def test_who_waits_for_room_hears_that_the_producer_is_closed(log: Log, path: Path) -> None:
+    sent: list[Future[Place]] = []
+    told: list[Exception] = []
+
+    def send() -> None:
+        try:
+            while True:
+                sent.append(producer.send("s", Order("a", 1)))
+        except ClosedError as error:
+            told.append(error)
+
+    with Producer(log, ProducerOptions(buffer_bytes_max=2000, batch_rows_max=1)) as producer:
+        sender, closer = threading.Thread(target=send), threading.Thread(target=producer.close)
+        with held(path):
+            sender.start()
+            sender.join(0.2)
+            assert sender.is_alive(), "it waits for room"
+            before = len(sent)
+            closer.start()
+            sender.join(30)
+            assert len(told) == 1
+        closer.join(30)
+    assert len(sent) == before
+    assert sum(1 for _ in orders(log, "s")) == before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_producer_that_broke_down(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Producer(log, ProducerOptions(batch_delay_ms=60_000, batch_rows_max=2)) as producer:
+        monkeypatch.setattr(producer, "_deliver", lambda group: 1 / 0)
+        futures = [producer.send("s", Order("a", n)) for n in range(2)]
+        for future in futures:
+            assert isinstance(future.exception(30), ClosedError)
+        with pytest.raises(ClosedError, match="broke down"):
+            producer.send("s", Order("a", 9))
+
+
+def test_a_fenced_producer_tells_everybody_who_waits(log: Log, path: Path) -> None:
+    with Producer(log, ProducerOptions(name="shop", batch_rows_max=1)) as producer:
+        log.hold("shop")
+        with held(path):
+            futures = [producer.send("s", Order("a", n)) for n in range(5)]
+        for future in futures:
+            assert isinstance(future.exception(30), FencedError)
+    assert list(orders(log, "s")) == []

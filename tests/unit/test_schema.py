@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import enum
+import uuid
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ import pytest
 from penstock.errors import EvolutionError, RecordError
 from penstock.records import Digits, Record, check_evolution, codec_of, schema_of
 from penstock.records.arrow import conform
-from penstock.records.schema import Choice, Maybe, Scalar, parse_type
+from penstock.records.schema import Choice, Field, Maybe, Scalar, Schema, parse_type
 
 
 class Colour(enum.Enum):
@@ -206,6 +207,19 @@ def test_columns_are_checked_like_records(column: dict[str, pa.Array], match: st
             conform(given, schema_of(Person))
 
 
+@pytest.mark.parametrize("text", ["", "no uuid", "{}0", "urn:uuid:{}"])
+def test_a_column_of_uuids_holds_nothing_else(text: str) -> None:
+    class Named(Record):
+        id: uuid.UUID | None
+
+    good = str(uuid.uuid4())
+    given = pa.RecordBatch.from_pydict({"id": [good, text.format(good), None]})
+    with pytest.raises(RecordError, match="which is not uuid"):
+        conform(given, schema_of(Named))
+    (first, second) = codec_of(Named).from_arrow(conform(given.take([0, 2]), schema_of(Named)))
+    assert (str(first.id), second.id) == (good, None)  # type: ignore[attr-defined]
+
+
 def test_the_order_of_choices_does_not_matter() -> None:
     one, other = (parse_type(text, {}) for text in ("Literal['b', 'a']", "Literal['a', 'b']"))
     assert one == other == Choice(("a", "b"))
@@ -228,6 +242,27 @@ def test_evolution_reaches_into_nested_records() -> None:
     check_evolution(old, new)
     with pytest.raises(EvolutionError, match=r"home\.city was removed"):
         check_evolution(new, old)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Decimal(10, 2)", "Decimal(12, 2)"),
+        ("date", "datetime"),
+        ("Literal['a', 'b']", "Literal['a', 'b', 'c']"),
+        ("str", "str | None"),
+        ("str | None", "str"),
+        ("list[int]", "list[float]"),
+        ("list[int]", "set[int]"),
+        ("dict[str, int]", "dict[int, int]"),
+        ("dict[str, int]", "dict[str, str]"),
+    ],
+)
+def test_no_field_becomes_of_another_type(old: str, new: str) -> None:
+    before, after = (Schema("R", (Field("x", parse_type(text, {})),)) for text in (old, new))
+    check_evolution(before, before)
+    with pytest.raises(EvolutionError, match="changed from"):
+        check_evolution(before, after)
 
 
 @pytest.mark.parametrize(

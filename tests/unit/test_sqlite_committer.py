@@ -169,3 +169,30 @@ def test_offsets_that_are_missing_are_found(log: SqliteLog, path: Path) -> None:
     (damage,) = [found for found in log.verify() if found.stream == "s"]
     assert (damage.first_offset, damage.last_offset) == (10, 19)
     assert "missing" in damage.message
+
+
+def test_progress_alone_waits_for_the_disk(log: SqliteLog, disk: FaultyVfs) -> None:
+    holder = log.hold("p")
+    disk.syncs.clear()
+    log.commit(holder, 0, Commit(progress={"k": b"v"}))
+    assert disk.syncs
+
+
+def test_what_is_staged_waits_for_the_disk(log: SqliteLog, disk: FaultyVfs) -> None:
+    create(log, "s")
+    holder = log.hold("p")
+    disk.syncs.clear()
+    log.stage(holder, 0, make_part(log, "s", [1]))
+    assert disk.syncs
+
+
+def test_a_batch_past_the_recorded_end_is_found(log: SqliteLog, path: Path) -> None:
+    create(log, "s")
+    holder = log.hold("p")
+    for n in range(2):
+        log.commit(holder, n, Commit(parts=[make_part(log, "s", range(10))]))
+    with contextlib.closing(connect(path)) as other:
+        other.execute("UPDATE partitions SET next_offset = 10 WHERE next_offset = 20")
+    (damage,) = [found for found in log.verify() if found.stream == "s"]
+    assert damage.first_offset == 10
+    assert "past the recorded end" in damage.message

@@ -18,6 +18,7 @@ from penstock.errors import (
     LogBusyError,
     LogFormatError,
     ObjectExistsError,
+    PinExpiredError,
     UnknownObjectError,
     UsageError,
 )
@@ -282,6 +283,36 @@ def test_work_that_fails_half_way_harms_nobody_else(path: Path) -> None:
         assert log.progress_items("") == {"good": b"v"}
 
 
+def test_whoever_reads_keys_that_begin_alike_leaves_no_pin_behind(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "t", table=True)
+        commit_as(log, log.hold("p"), 0, "t", range(10))
+        table = Table(log, "t", Order)
+        assert len(list(table.starting_with("u"))) == 10
+        early = table.starting_with("u")
+        next(early)
+        early.close()
+    with contextlib.closing(sqlite.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM pins").fetchall() == [(0,)]
+
+
+def test_a_pin_that_ended_stays_so_although_the_clock_is_set_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wrote meanwhile kept nothing for it."""
+    real = time.time_ns()
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "t", table=True)
+        holder = log.hold("p")
+        commit_as(log, holder, 0, "t", [1])
+        pin = log.pin(60)
+        monkeypatch.setattr(time, "time_ns", lambda: real + 3600 * 10**9)
+        commit_as(log, holder, 1, "t", [11])
+        monkeypatch.setattr(time, "time_ns", lambda: real)
+        with pytest.raises(PinExpiredError):
+            log.get("t", [b"u1"], pin)
+
+
 def test_a_pin_holds_although_the_clock_jumps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time_ns()
     with open_log(path, upkeep_interval_ms=0) as log:
@@ -377,3 +408,23 @@ def test_a_damaged_declaration_is_found_and_the_rest_verified(path: Path) -> Non
         assert [damage.stream for damage in log.verify()] == ["bad"]
         assert list(orders(log, "good")) == []
         assert log.facts()["streams"] == 4
+
+
+def test_a_backup_is_on_the_disk_before_it_has_its_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, synced = tmp_path / "copy.db", []
+    real = os.fsync
+
+    def sync(handle: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")), target.exists()))
+        real(handle)
+
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        monkeypatch.setattr("os.fsync", sync)
+        log.backup(target)
+    (copy, early), folder = synced
+    assert copy.suffix == ".partial"
+    assert not early
+    assert folder == (tmp_path, True)

@@ -39,6 +39,16 @@ def test_upkeep_does_not_change_the_order_of_commits(log: Log, partitions: int) 
     assert amounts(log) == list(range(COMMITS * partitions))
 
 
+def test_upkeep_does_not_change_the_order_of_partitions_within_a_commit(log: Log) -> None:
+    create(log, "s", partitions=3)
+    holder = log.hold("p")
+    for n in range(COMMITS):
+        commit_as(log, holder, n, "s", range(10 * n, 10 * n + 10))
+    before = amounts(log)
+    assert log.maintain().batches_merged
+    assert amounts(log) == before
+
+
 def test_the_order_holds_in_little_memory(log: Log, chance: random.Random) -> None:
     create(log, "s", partitions=5)
     holder = log.hold("p")

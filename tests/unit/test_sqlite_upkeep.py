@@ -8,17 +8,19 @@ import os
 import threading
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pytest
 
 from penstock.log import open_log
 from penstock.log.api import Commit, Part
 from penstock.log.compose import Composer, EventOptions
-from penstock.log.objects import DropStream
+from penstock.log.objects import AlterStream, DropStream
 from penstock.log.read import read_batches
 from penstock.log.sqlite import connection as sqlite
 from penstock.log.sqlite.ids import as_integer, ranges_of
 from penstock.log.transaction import Transaction
+from penstock.records.event import from_microseconds, now_us
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
 
 
@@ -210,3 +212,92 @@ def test_verifying_while_batches_are_merged_finds_nothing(path: Path) -> None:
         stop.set()
         thread.join()
         assert found == []
+
+
+def test_nothing_is_kept_of_what_a_commit_left_out(path: Path) -> None:
+    """Of staged events that the stream held already, the rest is stored anew."""
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s", ids="producer", key=None)
+        holder = log.hold("p")
+        for n, ids in enumerate(([1, 2], [2, 3], [2, 3])):
+            piece = log.stage(holder, n, make_part(log, "s", ids, ids=ids))
+            log.commit(holder, n, Commit(pieces=[piece]))
+        log.apply([DropStream("s")])
+        query = """SELECT count(*) FROM blobs WHERE id NOT IN
+                   (SELECT blob_id FROM batches UNION SELECT blob_id FROM pieces)"""
+        with contextlib.closing(sqlite.connect(path)) as connection:
+            assert connection.execute(query).fetchall() == [(0,)]
+
+
+def test_what_is_merged_keeps_its_times_and_stays_as_long_as_its_youngest_event(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = now = now_us()
+    monkeypatch.setattr("penstock.log.sqlite.committer.now_us", lambda: now)
+    monkeypatch.setattr("penstock.log.sqlite.upkeep.now_us", lambda: now)
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s", retention_ms=3_600_000)
+        holder = log.hold("p")
+        for n in range(20):
+            now = start + n * 60_000_000
+            commit_as(log, holder, n, "s", [n])
+        assert log.maintain().batches_merged == 20
+        for late_us, offset in ((-1, 7), (0, 7), (1, 8)):
+            at = from_microseconds(start + 7 * 60_000_000 + late_us)
+            assert log.offset_at("s", 0, at) == offset
+        now = start + 65 * 60_000_000  # the first few are too old, and share a batch with others
+        log.maintain()
+        assert [e.data.amount for e in orders(log, "s")] == list(range(20))
+        now = start + 80 * 60_000_000
+        log.maintain()
+        assert list(orders(log, "s")) == []
+
+
+def test_only_neighbours_are_merged(path: Path) -> None:
+    """Small batches between larger ones go first; what is left is no longer side by side."""
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        sizes = [100] * 8 + [1] * 16 + [100] * 8
+        for n, (at, size) in enumerate(zip(itertools.accumulate(sizes), sizes, strict=True)):
+            commit_as(log, holder, n, "s", range(at - size, at))
+        assert log.maintain().batches_merged == 16
+        assert [e.data.amount for e in orders(log, "s")] == list(range(sum(sizes)))
+        assert list(log.verify()) == []
+
+
+def test_what_changed_while_it_was_merged_stays_as_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process was faster: retention has taken some of it."""
+    with open_log(path, upkeep_interval_ms=0) as log, open_log(path, upkeep_interval_ms=0) as other:
+        create(log, "s")
+        holder = log.hold("p")
+        for n in range(20):
+            commit_as(log, holder, n, "s", [n])
+        faster = ["merge.built"]
+
+        def meanwhile(name: str) -> None:
+            if name in faster:
+                faster.remove(name)
+                spec = msgspec.structs.replace(log.stream("s").spec, retention_bytes=1)
+                other.apply([AlterStream(spec)])
+                assert other.maintain().batches_expired == 19
+
+        monkeypatch.setattr("penstock.log.sqlite.upkeep.failpoint", meanwhile)
+        assert log.maintain().batches_merged == 0
+        assert not faster
+        assert [e.data.amount for e in orders(log, "s")] == [19]
+        assert list(log.verify()) == []
+
+
+def test_retention_by_size_never_takes_more_than_is_too_much(path: Path) -> None:
+    with open_log(path, upkeep_interval_ms=0) as log:
+        create(log, "s", retention_bytes=20_000)
+        holder = log.hold("p")
+        for n in range(30):
+            commit_as(log, holder, n, "s", range(n * 50, n * 50 + 50))
+        before = max(stored for _, stored in counted_and_stored(path))
+        log.maintain()
+        after = max(stored for _, stored in counted_and_stored(path))
+        assert 20_000 <= after < 20_000 + before // 30 * 2 < before

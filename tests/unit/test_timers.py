@@ -30,3 +30,14 @@ def test_setting_one_again_and_again_takes_no_room() -> None:
         timers.set(b"x", number)
     assert len(timers._heap) < 5000
     assert timers.due(1 << 40, 10) == [(b"x", 99_999)]
+
+
+def test_one_that_was_removed_and_set_again_is_due_once() -> None:
+    timers = Timers()
+    for _ in range(3):
+        timers.set(b"x", 7)
+        timers.set(b"x", None)
+    timers.set(b"x", 7)
+    timers.set(b"y", 7)
+    for _ in range(2):
+        assert timers.due(7, 10) == [(b"x", 7), (b"y", 7)]

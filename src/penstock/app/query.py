@@ -331,11 +331,15 @@ class Query:
             return []
         found: list[Range] = []
         for name, partitions in self.position.again.items():
+            if not self._held(self._log.stream(name)):
+                continue  # they were of a stream that was dropped
             ends = self._log.offsets(name)
             for partition, ranges in partitions.items():
                 for start, end in ranges:
                     start = self._start(name, partition, ends[partition], start)  # noqa: PLW2901
                     found += [Range(name, partition, start, end)] if start < end else []
+        if not found:
+            self.position.again = {}  # all of it is gone: nothing is left to wait for
         return found
 
     def _order(

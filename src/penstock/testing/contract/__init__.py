@@ -15,6 +15,7 @@ from penstock.testing.contract.commits import Commits
 from penstock.testing.contract.events import Events
 from penstock.testing.contract.objects import Objects
 from penstock.testing.contract.reading import Reading
+from penstock.testing.contract.refusals import Refusals
 from penstock.testing.contract.setting import (
     Harness,
     Order,
@@ -30,7 +31,7 @@ from penstock.testing.contract.times import Times
 from penstock.testing.contract.upkeep import Upkeep
 
 
-class LogContract(Reading, Commits, Events, Times, Staging, Objects, Tables, Upkeep):
+class LogContract(Reading, Commits, Events, Refusals, Times, Staging, Objects, Tables, Upkeep):
     """Every promise; subclass it with a `harness` fixture."""
 
 

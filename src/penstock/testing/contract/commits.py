@@ -9,20 +9,24 @@ import sys
 import threading
 import time
 from collections import Counter
+from typing import Any, NoReturn
 
 import msgspec
+import pyarrow as pa
 import pytest
 
 from penstock import failpoints
 from penstock.errors import (
     CommitOutcomeUnknownError,
     FencedError,
+    LimitError,
+    LogBusyError,
     PieceError,
     SequenceError,
     TransactionStateError,
     UnknownObjectError,
 )
-from penstock.log.api import Commit, Log
+from penstock.log.api import Commit, Committed, Log
 from penstock.log.objects import DropStream
 from penstock.log.transaction import Transaction
 from penstock.producer import Producer, ProducerOptions
@@ -115,6 +119,27 @@ class Commits(OnEngine):
             for user in ("u0", "u1", "u2"):
                 amounts = [e.data.amount for e in found if e.data.user == user]
                 assert amounts == sorted(amounts)
+
+    def test_a_transaction_keeps_the_order_of_events_and_columns(self, log: Log) -> None:
+        create(log, "s")
+        with Transaction(log, "p") as tx:
+            tx.send("s", Order("a", 1))
+            tx.append("s", pa.table({"user": ["a"], "amount": [2]}))
+            tx.send("s", Order("a", 3))
+        assert [e.data.amount for e in orders(log, "s")] == [1, 2, 3]
+
+    @pytest.mark.row("H19")
+    def test_what_a_transaction_without_a_name_staged_is_swept_once_it_is_rolled_back(
+        self, harness: Harness
+    ) -> None:
+        with harness.open(transaction_memory_bytes_max=2000) as log:
+            create(log, "s")
+            with Transaction(log) as tx:
+                for n in range(20):
+                    tx.send("s", Order("a", n))
+                assert log.maintain().pieces_swept == 0
+                tx.roll_back()
+            assert log.maintain().pieces_swept > 0
 
     def test_a_finished_transaction_takes_nothing_more(self, log: Log) -> None:
         create(log, "s")
@@ -229,6 +254,43 @@ class Commits(OnEngine):
         assert tx.commit().repeated
         assert [e.data.amount for e in orders(log, "s")] == [1]
 
+    def test_a_transaction_that_is_interrupted_while_it_commits_may_have_happened(
+        self, log: Log, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        create(log, "s")
+        real = log.commit
+
+        def interrupted(*given: Any) -> NoReturn:
+            real(*given)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "commit", interrupted)
+            with pytest.raises(KeyboardInterrupt), Transaction(log, "p") as tx:
+                tx.send("s", Order("a", 1))
+        assert tx.state == "unknown"
+        assert tx.commit().repeated
+        assert [e.data.amount for e in orders(log, "s")] == [1]
+
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_a_transaction_that_was_postponed_is_committed_later(
+        self, log: Log, monkeypatch: pytest.MonkeyPatch, inside: bool
+    ) -> None:
+        create(log, "s")
+
+        def busy(*given: Any) -> NoReturn:  # noqa: ARG001  as commit takes them
+            raise LogBusyError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "commit", busy)
+            with pytest.raises(LogBusyError), Transaction(log, "p") as tx:
+                tx.send("s", Order("a", 1))
+                if inside:
+                    tx.commit()
+        assert tx.state == "open"
+        assert not tx.commit().repeated
+        assert [e.data.amount for e in orders(log, "s")] == [1]
+
     # Promise 6: progress
 
     def test_progress_is_saved_with_the_commit_and_never_stale(
@@ -256,6 +318,23 @@ class Commits(OnEngine):
             log.commit(holder, 2, Commit(progress={"k": b"v"}))
         assert log.progress("k") is None
 
+    def test_what_is_too_large_is_neither_staged_nor_committed(self, harness: Harness) -> None:
+        limits = {"commit_bytes_max": 2000, "progress_value_bytes_max": 10}
+        with harness.open(**limits) as log:
+            create(log, "s")
+            holder = log.hold("p")
+            part = make_part(log, "s", range(200))
+            for wrong in (
+                lambda: log.commit(holder, 0, Commit(parts=[part])),
+                lambda: log.stage(holder, 0, part),
+            ):
+                with pytest.raises(LimitError, match="commit_bytes_max"):
+                    wrong()
+            with pytest.raises(LimitError, match="progress_value_bytes_max"):
+                log.commit(holder, 0, Commit(progress={"k": b"x" * 11}))
+            log.commit(holder, 0, Commit(progress={"k": b"x" * 10}))
+            assert list(orders(log, "s")) == []
+
     # Threads
 
     @pytest.mark.row("H14")
@@ -277,6 +356,31 @@ class Commits(OnEngine):
         for p in range(16):
             mine = [a for a in amounts if a // 100 == p]
             assert mine == sorted(mine)
+
+    @pytest.mark.row("H14")
+    def test_a_commit_knows_its_places_although_others_write_there_too(self, log: Log) -> None:
+        create(log, "s")
+        done: dict[int, Committed] = {}
+
+        def work(number: int) -> None:
+            amounts = pa.array([number] * 3000)
+            rows = {"user": ["u"] * 3000, "amount": amounts, "note": ["x" * 700] * 3000}
+            with Transaction(log, f"p{number}") as tx:
+                tx.append("s", pa.table(rows))
+                done[number] = tx.commit()
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        found: dict[int, list[int]] = {}
+        for event in orders(log, "s"):
+            found.setdefault(event.data.amount, []).append(event.offset)
+        for number in range(4):
+            ranges = done[number].placements[0].ranges
+            told = [offset for _, first, rows in ranges for offset in range(first, first + rows)]
+            assert told == found[number]
 
     def test_a_failing_commit_does_not_harm_its_neighbours(self, log: Log) -> None:
         create(log, "s")
@@ -361,6 +465,11 @@ class Commits(OnEngine):
         assert log.commit(holder, 3, Commit(parts=[part])) == wanted
         with pytest.raises(UnknownObjectError):
             log.commit(holder, 4, Commit(parts=[part]))
+        with pytest.raises((UnknownObjectError, SequenceError)):
+            log.commit(holder, 2, Commit(parts=[part]))
+        log.hold("p")
+        with pytest.raises(FencedError):
+            log.commit(holder, 3, Commit(parts=[part]))
 
     def test_records_mappings_and_deletes_share_a_commit(self, log: Log) -> None:
         create(log, "t", table=True)

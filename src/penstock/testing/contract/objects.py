@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import zlib
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -25,10 +27,12 @@ from penstock.log.objects import (
     DropNamespace,
     DropStream,
     GrowStream,
+    StreamSpec,
     declare,
 )
 from penstock.log.read import read_events
 from penstock.producer import Producer
+from penstock.records.schema import Field, Record, Scalar, Schema
 from penstock.testing.contract.setting import (
     Harness,
     OnEngine,
@@ -38,6 +42,10 @@ from penstock.testing.contract.setting import (
     make_part,
     orders,
 )
+
+
+class Timed(Record):
+    at: dt.datetime
 
 
 class Objects(OnEngine):
@@ -72,6 +80,33 @@ class Objects(OnEngine):
             log.apply([CreateStream(declare(name))])
         with pytest.raises(BadNameError):
             log.apply([CreateNamespace(name)])
+        assert [str(s.name) for s in log.streams() if s.name.namespace != "_system"] == []
+
+    @pytest.mark.parametrize(
+        ("settings", "match"),
+        [
+            ({"record": Order, "key": "nobody"}, "no field 'nobody' to be the key"),
+            ({"record": Order, "time": "nobody"}, "no field 'nobody' to be the time"),
+            ({"record": Order, "time": "amount"}, "must be a datetime"),
+            ({"record": Timed, "key": "at"}, "a key is str, int, bytes or UUID"),
+            ({"key": ""}, "leave key out"),
+            ({"time": "at"}, "needs a record"),
+            ({"content": "bytes", "key": "user"}, "bytes have no field"),
+            ({"retention_ms": 0}, "must be positive"),
+            ({"retention_bytes": 0}, "must be positive"),
+            ({"replication": 0}, "must be positive"),
+            ({"partitions": 0}, "1 to"),
+            ({"record": Order, "entries": "set"}, "needs a table"),
+        ],
+    )
+    def test_declarations_that_make_no_sense_are_refused(
+        self, log: Log, settings: dict[str, Any], match: str
+    ) -> None:
+        with pytest.raises(UsageError, match=match):
+            log.apply([CreateStream(declare("s", **settings))])
+        double = Schema("Double", (Field("x", Scalar("str")), Field("x", Scalar("int"))))
+        with pytest.raises(UsageError, match="has the field x twice"):
+            log.apply([CreateStream(StreamSpec(name="s", content="record", record=double))])
         assert [str(s.name) for s in log.streams() if s.name.namespace != "_system"] == []
 
     @pytest.mark.row("H5")
@@ -139,6 +174,18 @@ class Objects(OnEngine):
         assert log.stream("s").id != old
         assert list(orders(log, "s")) == []
         assert log.get("s", [b"u1"]) == [None]
+
+    def test_events_made_for_a_stream_do_not_get_into_another_of_its_name(self, log: Log) -> None:
+        create(log, "s")
+        holder, part = log.hold("p"), make_part(log, "s", [1])
+        log.apply([DropStream("s"), CreateStream(declare("s"))])
+        for attempt in (
+            lambda: log.commit(holder, 0, Commit(parts=[part])),
+            lambda: log.stage(holder, 0, part),
+        ):
+            with pytest.raises(RecordError, match="created anew"):
+                attempt()
+        assert list(read_events(log, "s")) == []
 
     def test_a_stream_may_be_made_anew_in_one_change(self, harness: Harness, log: Log) -> None:
         """Then it is empty for everybody at once, and takes what is written to it."""

@@ -6,11 +6,12 @@ import datetime as dt
 import itertools
 import threading
 from collections import Counter
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from penstock.errors import UnknownObjectError
+from penstock.errors import UnknownObjectError, UsageError
 from penstock.log.api import Count, Log
 from penstock.log.objects import (
     DropStream,
@@ -109,8 +110,23 @@ class Reading(OnEngine):
         second = commit(log, "p", 1, "s", [2, 3])
         assert [e.data.amount for e in orders(log, "s", start=second.time)] == [2, 3]
         assert [e.data.amount for e in orders(log, "s", start=first.time)] == [0, 1, 2, 3]
+        create(log, "t")
+        first = commit(log, "p", 2, "t", [0])
+        wait_for_clock_after(first.time)
+        commit(log, "p", 3, "t", [1])
+        after = first.time + dt.timedelta(microseconds=1)
+        assert [e.data.amount for e in orders(log, "t", start=after)] == [1]
         later = second.time + dt.timedelta(hours=1)
         assert log.offset_at("s", 0, later) == log.offsets("s")[0].next
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"start": -1}, {"start": "first"}, {"partitions": [2]}, {"partitions": [0, -1]}],
+    )
+    def test_places_that_there_are_not_are_refused(self, log: Log, options: dict[str, Any]) -> None:
+        create(log, "s", partitions=2)
+        with pytest.raises(UsageError):
+            list(orders(log, "s", **options))
 
     def test_events_of_one_key_can_be_read_also_across_a_growth(self, log: Log) -> None:
         create(log, "s", partitions=2)
@@ -155,6 +171,23 @@ class Reading(OnEngine):
         commit(log, "p", 0, "s", [1])
         assert log.wait("s", {0: 0}, 5) is True
         assert log.wait("s", {0: log.offsets("s")[0].next}, 0.05) is False
+
+    def test_who_goes_on_waiting_is_told_after_another_one_has_left(
+        self, harness: Harness, log: Log
+    ) -> None:
+        create(log, "s")
+        create(log, "other")
+        told: list[bool] = []
+        first = threading.Thread(target=log.wait, args=("other", {0: 0}, 0.6))
+        second = threading.Thread(target=lambda: told.append(log.wait("s", {0: 0}, 60)))
+        first.start()
+        first.join(0.2)
+        second.start()
+        first.join()
+        with harness.open() as writer:
+            commit(writer, "p", 0, "s", [1])
+        second.join(30)
+        assert told == [True]
 
     # Promise 8: Arrow and bounded memory
 
@@ -218,6 +251,11 @@ class Reading(OnEngine):
         batch = next(log.read("s", 0, 25, 27))
         assert batch.commit == done[25].commit
         assert batch.commit_of(26).commit == done[26].commit
+        create(log, "t")
+        whole = commit_as(log, holder, 40, "t", range(10))
+        first = log.offsets("t")[0].first
+        batch = next(log.read("t", 0, first + 3, first + 7))
+        assert batch.commit == batch.commit_of(first + 6).commit == whole.commit
 
     def test_a_follower_hears_that_its_stream_is_another_one(self, log: Log) -> None:
         create(log, "s")

@@ -93,6 +93,11 @@ class Tables(OnEngine):
         log.unpin(pin)
         with pytest.raises(PinExpiredError):
             log.get("t", [b"u1"], pin)
+        for wrong in (0, -1, 25 * 3600):
+            with pytest.raises(UsageError, match="a pin lasts"):
+                log.pin(wrong)
+        commit(log, "p", 1, "t", [11])
+        assert Table(log, "t", Order).get("u1") == Order("u1", 11), "the latest, as before"
 
     def test_a_snapshot_is_of_one_moment(self, log: Log) -> None:
         create(log, "t", table=True)
