@@ -19,6 +19,7 @@ from bench.embedded import ROWS, Order, typed_rows
 from bench.result import Result, in_turns, seconds
 from bench.spark import agent_latency, query_latency, session
 from penstock.app.plan import plan
+from penstock.app.positions import Run
 from penstock.app.query import Query, QueryLimits
 from penstock.app.runner import make_streams
 from penstock.log.compose import Composer
@@ -283,7 +284,7 @@ def copier() -> penstock.App:
 
 def _query(log: penstock.Log, app: penstock.App, rows: int) -> Query:
     backend = SparkBackend(session(), Path(), limits=QueryLimits(batch_rows_max=rows, tasks=2))
-    query = backend.frames(log, app.name, plan(app).definitions[0])
+    query = backend.frames(log, Run(app.name, "bench"), plan(app).definitions[0])
     assert isinstance(query, Query)
     return query
 

@@ -21,9 +21,11 @@ from bench.result import Result, in_turns, seconds
 from penstock import Entry
 from penstock.app.definitions import Agent
 from penstock.app.plan import plan
+from penstock.app.positions import Run
 from penstock.app.query import Query, QueryLimits
-from penstock.app.runner import claimed_groups, make_streams, work_of
+from penstock.app.runner import make_streams, work_of
 from penstock.app.step import Step
+from penstock.app.takeover import claimed_groups
 from penstock.log.api import Log
 from penstock.log.compose import Composer
 from penstock.spark.backend import SparkBackend
@@ -262,7 +264,7 @@ def run_app(
     """The rates of an app's batches: one definition over all there is, from the start."""
     backend = SparkBackend(spark, checkpoints, limits=QueryLimits(batch_rows_max=rows))
     make_streams(log, plan(app))
-    query = backend.frames(log, f"bench{time.time_ns()}", app.definitions[name])
+    query = backend.frames(log, Run(f"bench{time.time_ns()}", "bench"), app.definitions[name])
     if isinstance(query, Query):
         query.start()
         return settled([step.rows_in / step.took_s for step in all_steps(query)])
@@ -321,9 +323,10 @@ def totals_query(spark: SparkSession, log: Log) -> Query:
     agent = app.definitions["add_up"]
     assert isinstance(agent, Agent)
     make_streams(log, plan(app))
-    claimed_groups(log, app.name, [agent])
+    run = Run(app.name, "bench")
+    claimed_groups(log, run, [agent])
     executor = SparkExecutor(spark, log.url, {}, [work_of(app.name, agent)])
-    query = Query(log, app.name, [agent], executor, limits=QueryLimits(batch_rows_max=400_000))
+    query = Query(log, run, [agent], executor, limits=QueryLimits(batch_rows_max=400_000))
     query.start()
     return query
 

@@ -116,6 +116,12 @@ class FencedError(PenstockError):
     code = "fenced"
 
 
+class ClaimLostError(FencedError):
+    """Somebody else does now what this run did; this one ends."""
+
+    code = "claim_lost"
+
+
 class SequenceError(PenstockError):
     """The commit's sequence is older than the producer's latest."""
 

@@ -26,13 +26,13 @@ from penstock import (
     declare,
 )
 from penstock import open as open_log
-from penstock.app.claims import claim
 from penstock.app.plan import plan
 from penstock.app.positions import Position, producer_name, progress_key
 from penstock.app.query import Query
 from penstock.app.reports import Beat, Reporter, beat_key, beats
 from penstock.app.reset import reset_query
 from penstock.app.runner import Runner, RunnerOptions
+from penstock.app.takeover import claim
 from penstock.errors import FencedError, PenstockError, UsageError
 from penstock.log.api import Commit, Holder
 from penstock.testing.apps import AppTest

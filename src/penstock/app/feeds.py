@@ -12,7 +12,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 from penstock.app.definitions import Feed
-from penstock.app.positions import Position, producer_name, progress_key, saved_position
+from penstock.app.positions import (
+    Position,
+    Run,
+    kept_position,
+    producer_name,
+    progress_key,
+)
 from penstock.app.step import Step
 from penstock.app.streams import Emit
 from penstock.errors import AppError, ClosedError
@@ -99,11 +105,12 @@ class _Pump(Generic[T]):
 class FeedQuery:
     """Appends what an iterable or channel gives, with how much of it was taken."""
 
-    def __init__(self, log: Log, app: str, definition: Feed) -> None:
+    def __init__(self, log: Log, run: Run, definition: Feed) -> None:
         self.name = definition.name
         self.definitions = (definition,)
         self._log = log
-        self._app = app
+        self._run = run
+        self._app = run.app
         self._stream = definition.outputs[0].name
         self._source: Iterable[object] = definition.source
         self._pump: _Pump[object] | None = None
@@ -113,9 +120,11 @@ class FeedQuery:
         self._is_done = False
 
     def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None:
-        holder = self._log.hold(producer_name(self._app, self.name))
-        saved = saved_position(self._log, self._app, self.name)
-        taken = 0 if saved is None else saved.next.get(self._stream, {}).get(0, 0)
+        producer = producer_name(self._app, self.name)
+        kept_position(self._log, self._run, self.name, producer)
+        holder = self._log.hold(producer)
+        saved = kept_position(self._log, self._run, self.name, producer)
+        taken = saved.next.get(self._stream, {}).get(0, 0)
         sequence = next_sequence(self._log, holder.producer)
         channel = self._channel(taken)
         if self._waiting and taken == self._taken:
@@ -178,7 +187,10 @@ class FeedQuery:
 
     def _commit(self, holder: Holder, sequence: int, taken: int) -> None:
         position = Position(
-            producer=holder.producer, sequence=sequence, next={self._stream: {0: taken}}
+            producer=holder.producer,
+            run=self._run.token,
+            sequence=sequence,
+            next={self._stream: {0: taken}},
         )
         source = f"{self._app}.{self.name}"
         numbered = self._log.stream(self._stream).spec.ids == "producer"

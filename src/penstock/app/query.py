@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import msgspec
 
@@ -26,9 +26,10 @@ from penstock.app.definitions import (
 from penstock.app.pace import Pace
 from penstock.app.positions import (
     Position,
+    Run,
+    kept_position,
     producer_name,
     query_name,
-    saved_position,
 )
 from penstock.app.splits import free_splits, keyed_splits, merged, ordered_splits
 from penstock.app.step import Step, commit_batch, failed, told
@@ -43,7 +44,6 @@ from penstock.app.task import (
 )
 from penstock.app.timers import EXPIRY, TIMER, Timers, event_clock
 from penstock.errors import (
-    FencedError,
     LimitError,
     OffsetGoneError,
     PlanChangedError,
@@ -92,7 +92,7 @@ class Query:
     def __init__(
         self,
         log: Log,
-        app: str,
+        run: Run,
         definitions: Sequence[Definition],
         executor: Executor,
         *,
@@ -102,7 +102,8 @@ class Query:
         self.name = query_name(definitions)
         self.definitions = tuple(definitions)
         self._log = log
-        self._app = app
+        self._run = run
+        self._app = run.app
         self._executor = executor
         self._limits = limits
         self._clock: Clock = clock or (lambda: time.time_ns() // 1000)
@@ -138,17 +139,21 @@ class Query:
     def start(self) -> None:
         """Begin, or begin again: fence an older self, then learn where it is.
 
-        Raises `FencedError` if another runner has claimed one of the definitions since.
+        Raises `ClaimLostError` if another runner has taken one of the definitions over since. That
+        is looked at before, so as not to disturb it, and after, when it can no longer happen.
         """
+        self._kept_position()
         self._holder = self._log.hold(self.producer)
-        found = [saved_position(self._log, self._app, d.name) for d in self.definitions]
-        for definition, position in zip(self.definitions, found, strict=True):
-            if position is None or position.producer != self.producer:
-                raise FencedError(f"{definition.name} was taken over by another runner, or reset")
-        self.position = cast(Position, found[0])
+        self.position = self._kept_position()
         self.position.sequence = next_sequence(self._log, self.producer)
         self._load_timers()
         self._is_started = True
+
+    def _kept_position(self) -> Position:
+        found = [
+            kept_position(self._log, self._run, d.name, self.producer) for d in self.definitions
+        ]
+        return found[0]
 
     def _load_timers(self) -> None:
         self._timers, self._expiries = Timers(), Timers()
@@ -404,6 +409,7 @@ class Query:
                 workers.setdefault(name, {})[partition] = outcome.worker
         return Position(
             producer=self.producer,
+            run=self._run.token,
             sequence=order.sequence,
             next=after,
             ids={name: stream.id for name, stream in streams.items()},

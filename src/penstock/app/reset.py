@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from penstock.app.claims import claim
 from penstock.app.positions import Position, saved_position
+from penstock.app.takeover import claim
 from penstock.errors import UnknownObjectError, UsageError
 from penstock.log import is_path, log_path
 from penstock.log.api import Log

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from penstock.app.agents import AgentWork
-from penstock.app.claims import claim
 from penstock.app.damage import DamageWork
 from penstock.app.definitions import (
     Agent,
@@ -31,18 +31,19 @@ from penstock.app.definitions import (
 from penstock.app.feeds import FeedQuery
 from penstock.app.joins import LookupWork, RekeyWork, TableJoinWork
 from penstock.app.listening import ListenQuery
-from penstock.app.plan import Plan, can_share, kind_of
-from penstock.app.positions import Position, producer_name, query_name
+from penstock.app.plan import Plan, kind_of
+from penstock.app.positions import Run
 from penstock.app.query import Clock, Executor, Query, QueryLimits
 from penstock.app.sinks import SinkQuery, SinkWork
 from penstock.app.step import Step
+from penstock.app.takeover import claimed_groups
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import (
     AppError,
+    ClaimLostError,
     EvolutionError,
     FencedError,
     PenstockError,
-    PlanChangedError,
     QueryFailedError,
     SinkGoneError,
     SparkGoneError,
@@ -71,7 +72,8 @@ class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     After a failure a query is started again, after `backoff_ms`, then twice that, up to
     `backoff_ms_max`; after `tries_max` failures without a batch in between it is given up.
-    Progress is appended to `_system.metrics` every `metrics_interval_ms` (0: never).
+    Progress is appended to `_system.metrics` every `metrics_interval_ms` (0: never). An app is
+    another process's if it was not heard of for `lease_ms`.
     """
 
     tries_max: int = 5
@@ -79,6 +81,7 @@ class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
     backoff_ms_max: int = 30_000
     stop_timeout_ms: int = 30_000
     metrics_interval_ms: int = 5_000
+    lease_ms: int = 15_000
 
 
 class Runnable(Protocol):
@@ -105,7 +108,7 @@ class Backend(Protocol):
     def executor(self, log: Log, works: Sequence[Work]) -> Executor:
         """For definitions that are plain Python tasks."""
 
-    def frames(self, log: Log, app: str, definition: Definition) -> Runnable:
+    def frames(self, log: Log, run: Run, definition: Definition) -> Runnable:
         """For definitions that are DataFrames; makes its output streams too."""
 
     def is_alive(self) -> bool:
@@ -135,8 +138,8 @@ class InlineBackend:
     def executor(self, log: Log, works: Sequence[Work]) -> Executor:
         return InlineExecutor(log, works)
 
-    def frames(self, log: Log, app: str, definition: Definition) -> Runnable:
-        del log, app
+    def frames(self, log: Log, run: Run, definition: Definition) -> Runnable:
+        del log, run
         raise AppError(
             f"{definition.location}: {definition.name} is made of DataFrames and needs Spark"
         )
@@ -210,9 +213,12 @@ class Runner:
         queries: Sequence[Runnable],
         options: RunnerOptions,
         is_alive: Callable[[], bool],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.log = log
         self._is_alive = is_alive
+        self._check = check
+        self._lost: ClaimLostError | None = None
         self.app = plan.app.name
         self._options = options
         self._stop = threading.Event()
@@ -236,6 +242,11 @@ class Runner:
             if kept.status.state not in ("failed",):
                 kept.status.state = "stopped"
 
+    def lose(self, error: ClaimLostError) -> None:
+        """Another run has the app: end, the idle queries too."""
+        self._lost = error
+        self._stop.set()
+
     def statuses(self) -> list[QueryStatus]:
         """How each query is doing now."""
         for kept in self._kept:
@@ -254,8 +265,10 @@ class Runner:
             found = [kept.untold.popleft() for _ in range(len(kept.untold))]
             yield kept.status, found
 
-    def failure(self) -> QueryFailedError | None:
-        """Why the first query that was given up was given up."""
+    def failure(self) -> PenstockError | None:
+        """Why the first query that was given up was given up, or all of them."""
+        if self._lost is not None:
+            return self._lost
         for kept in self._kept:
             if kept.status.state == "failed" and kept.error is not None:
                 return QueryFailedError(f"query {kept.query.name}: {kept.error}")
@@ -265,7 +278,9 @@ class Runner:
 
     def is_over(self) -> bool:
         """Whether every query was given up, or what they run on has died."""
-        return not self._is_alive() or all(kept.status.state == "failed" for kept in self._kept)
+        if self._lost is not None or not self._is_alive():
+            return True
+        return all(kept.status.state == "failed" for kept in self._kept)
 
     def is_idle(self) -> bool:
         """Whether all queries that still run have handled everything there is."""
@@ -298,7 +313,7 @@ class Runner:
                 kept.query.run(self._stop, kept.tell)
                 return
             except Exception as error:
-                if self._stop.is_set():
+                if self._stop.is_set() or self._is_lost(error):
                     return
                 kept.error = error
                 kept.status.error = str(error)
@@ -312,6 +327,17 @@ class Runner:
                 kept.status.restarts += 1
                 self._stop.wait(self._backoff_s(kept.failures))
 
+    def _is_lost(self, error: Exception) -> bool:
+        """Whether a query was fenced because another run has the app."""
+        if isinstance(error, FencedError):
+            try:
+                self._check()
+            except ClaimLostError as lost:
+                self.lose(lost)
+            except PenstockError:
+                pass  # nobody knows
+        return self._lost is not None
+
     def _backoff_s(self, failures: int) -> float:
         limit = self._options.backoff_ms_max
         delay = min(limit, self._options.backoff_ms << (failures - 1))
@@ -320,7 +346,7 @@ class Runner:
 
 def is_worth_trying(error: Exception) -> bool:
     """Whether the same could succeed a little later."""
-    return not isinstance(error, FencedError | SparkGoneError | UsageError)
+    return not isinstance(error, ClaimLostError | SparkGoneError | UsageError)
 
 
 def weighted_median(values: Sequence[tuple[float, int]]) -> float:
@@ -344,25 +370,31 @@ def build(
     limits: QueryLimits = QueryLimits(),
     options: RunnerOptions = RunnerOptions(),
     clock: Clock | None = None,
+    run: Run | None = None,
 ) -> Runner:
-    """A runner for the plan: makes the streams it needs, and groups definitions into queries."""
+    """A runner for the plan: makes the streams it needs, and groups definitions into queries.
+
+    Takes the definitions over from whoever runs them.
+    """
     make_streams(log, plan)
+    run = run or Run(plan.app.name, secrets.token_hex(8))
     queries: list[Runnable] = []
     for definition in plan.definitions:
         match kind_of(definition):
             case "frames":
-                queries.append(backend.frames(log, plan.app.name, definition))
+                queries.append(backend.frames(log, run, definition))
             case "here" if isinstance(definition, Feed):
-                queries.append(FeedQuery(log, plan.app.name, definition))
+                claimed_groups(log, run, [definition])
+                queries.append(FeedQuery(log, run, definition))
             case "here" if isinstance(definition, Listening):
                 queries.append(ListenQuery(log, definition))
     tasks = [definition for definition in plan.definitions if kind_of(definition) == "tasks"]
-    for group in claimed_groups(log, plan.app.name, tasks):
+    for group in claimed_groups(log, run, tasks):
         works = [work_of(plan.app.name, definition) for definition in group]
         executor = backend.executor(log, works)
         kind = SinkQuery if isinstance(group[0], Sinking) else Query
-        queries.append(kind(log, plan.app.name, group, executor, limits=limits, clock=clock))
-    return Runner(log, plan, queries, options, backend.is_alive)
+        queries.append(kind(log, run, group, executor, limits=limits, clock=clock))
+    return Runner(log, plan, queries, options, backend.is_alive, run.check)
 
 
 def work_of(app: str, definition: Definition) -> Work:
@@ -380,56 +412,6 @@ def work_of(app: str, definition: Definition) -> Work:
         case Sinking():
             return SinkWork(app, definition)
     raise AssertionError(definition)
-
-
-def claimed_groups(log: Log, app: str, definitions: Sequence[Definition]) -> list[list[Definition]]:
-    """Definitions in groups that share a query, claimed for this runner."""
-    groups: list[list[Definition]] = []
-
-    def decide(found: Mapping[str, Position | None]) -> dict[str, Position | None]:
-        groups[:] = _grouped(definitions, found)
-        decided: dict[str, Position | None] = {}
-        for group in groups:
-            producer = producer_name(app, query_name(group))
-            for definition in group:
-                decided[definition.name] = taken_over(found[definition.name], definition, producer)
-        return decided
-
-    if definitions:
-        claim(log, app, [definition.name for definition in definitions], decide)
-    return groups
-
-
-def taken_over(found: Position | None, definition: Definition, producer: str) -> Position:
-    """A saved position in the hands of another producer."""
-    if found is None:
-        return Position(producer=producer, sequence=0, next={})
-    if found.checkpoint:
-        raise PlanChangedError(
-            f"{definition.location}: {definition.name} kept state in Spark before, and has none "
-            f"now: `penstock reset APP {definition.name}` lets it start again"
-        )
-    return msgspec.structs.replace(found, producer=producer)
-
-
-def _grouped(
-    definitions: Sequence[Definition], found: Mapping[str, Position | None]
-) -> list[list[Definition]]:
-    """Definitions that can share a query, and are at the same place, together."""
-    groups: list[list[Definition]] = []
-    for definition in definitions:
-        for group in groups:
-            there = _place(found[group[0].name]) == _place(found[definition.name])
-            if there and can_share(group[0], definition):
-                group.append(definition)
-                break
-        else:
-            groups.append([definition])
-    return groups
-
-
-def _place(saved: Position | None) -> object:
-    return ({}, {}) if saved is None else (saved.next, saved.again)
 
 
 def make_streams(log: Log, plan: Plan) -> None:

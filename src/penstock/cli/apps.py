@@ -97,6 +97,12 @@ def run(  # noqa: PLR0913  a parameter for each option
         typer.Option("--only", metavar="NAME", help="Run only this definition; may be repeated."),
     ] = None,
     until_idle: UntilIdleOption = False,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over", help="Do not stand by while another process runs the app: end that one."
+        ),
+    ] = False,
     batch_rows: Annotated[
         int,
         typer.Option("--batch-rows", metavar="N", min=1, help="At most so many events in a batch."),
@@ -134,7 +140,7 @@ def run(  # noqa: PLR0913  a parameter for each option
         with running(
             loaded, opened, master=master, checkpoints=folder, only=only or [],
             batch_rows=batch_rows, settings=conf, log_options=parse_options(log_option),
-            tell=lambda what: note(f"{loaded.name}: {what} …"),
+            tell=lambda what: note(f"{loaded.name}: {what} …"), stop=stop, take_over=take_over,
         ) as runner:  # fmt: skip
             _watch(runner, stop, until_idle=until_idle, as_json=json)
         if json:

@@ -11,14 +11,10 @@ streams at once; a process of this machine that is gone owns nothing any more.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import secrets
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -27,6 +23,7 @@ from penstock.connect import wire
 from penstock.errors import ConnectorError, FencedError, UnknownObjectError
 from penstock.log.api import Commit, Holder, Log, Part
 from penstock.log.commit import commit_surely, next_sequence
+from penstock.log.processes import Process, this_process
 from penstock.records.event import now_us
 
 Policy = Literal["oldest", "takeover"]
@@ -55,8 +52,10 @@ class Owner(msgspec.Struct, frozen=True):
 
     def is_gone(self) -> bool:
         """Whether it is surely no more: its process was on this machine, and is not there."""
-        is_here = self.host == _host() and self.space == _space() != ""
-        return is_here and self.process not in ("", _started(_pid(self.process)))
+        pid, _, started = self.process.partition(".")
+        return Process(
+            host=self.host, pid=int(pid or 0), started=started, space=self.space
+        ).is_gone()
 
 
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,35 +310,10 @@ def progress_key(stream_id: int) -> str:
 
 def this_owner(connection: int, program: str, instance: str) -> Owner:
     """The owner that a connection of this process is."""
-    return Owner(_host(), _started(os.getpid()), connection, program, instance, _space())
+    here = this_process()
+    process = f"{here.pid}.{here.started}"
+    return Owner(here.host, process, connection, program, instance, here.space)
 
 
 def _until_us() -> int:
     return now_us() + int(LEASE_S * 1e6)
-
-
-def _host() -> str:
-    return socket.gethostname()
-
-
-@functools.cache
-def _space() -> str:
-    """What the numbers of processes are the same in: a start of the machine, and a container."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
-def _pid(process: str) -> int:
-    return int(process.partition(".")[0] or 0)
-
-
-def _started(pid: int) -> str:
-    """Tells a process from others that had, or will have, its number; empty if it is not there."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return f"{pid}.{fields[19]}"

@@ -8,8 +8,10 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from penstock.app.definitions import Definition
+from penstock.app.positions import Run
 from penstock.app.query import Clock, Executor, Query, QueryLimits
-from penstock.app.runner import Runnable, changes_for, claimed_groups
+from penstock.app.runner import Runnable, changes_for
+from penstock.app.takeover import claimed_groups
 from penstock.app.task import Work
 from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
@@ -46,7 +48,7 @@ class SparkBackend:
     def executor(self, log: Log, works: Sequence[Work]) -> Executor:
         return SparkExecutor(self._spark, log.url, self._options, works)
 
-    def frames(self, log: Log, app: str, definition: Definition) -> Runnable:
+    def frames(self, log: Log, run: Run, definition: Definition) -> Runnable:
         shape = self._shape(log, definition)
         try:
             changes = changes_for(log, shape.output)
@@ -56,14 +58,14 @@ class SparkBackend:
             log.apply(changes)
         if shape.is_stateful:
             stateful = StatefulQuery(
-                self._spark, log, self._options, app, shape, self._checkpoints,
+                self._spark, log, self._options, run, shape, self._checkpoints,
                 self._limits.batch_rows_max,
             )  # fmt: skip
             stateful.claim()
             return stateful
-        claimed_groups(log, app, [definition])
-        executor = FrameExecutor(self._spark, log, self._options, app, shape)
-        return Query(log, app, [definition], executor, limits=self._limits, clock=self._clock)
+        claimed_groups(log, run, [definition])
+        executor = FrameExecutor(self._spark, log, self._options, run.app, shape)
+        return Query(log, run, [definition], executor, limits=self._limits, clock=self._clock)
 
     def _shape(self, log: Log, definition: Definition) -> Shape:
         try:

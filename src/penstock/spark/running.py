@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.app.app import App
 from penstock.app.plan import plan
 from penstock.app.query import QueryLimits
-from penstock.app.reports import Reporter
 from penstock.app.reset import default_checkpoints
-from penstock.app.runner import Runner, RunnerOptions, build, make_streams
+from penstock.app.runner import Runner, RunnerOptions, make_streams
+from penstock.app.standby import at_work
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.backend import SparkBackend
@@ -32,6 +33,8 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
     options: RunnerOptions = RunnerOptions(),
     log_options: Mapping[str, OptionValue] | None = None,
     tell: Callable[[str], None] = lambda what: None,
+    stop: threading.Event | None = None,
+    take_over: bool = False,
 ) -> Iterator[Runner]:
     """The app while it runs: leaving the block lets each query finish its batch, and ends it.
 
@@ -40,6 +43,9 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
 
     Raises `AppError` if the app cannot run; a query that fails later is in `runner.failure()`.
     `tell` hears what is waited for while it starts.
+
+    Where another process runs the app, or some of it, this one stands by until that one ends, or
+    until `stop` is set; with `take_over` it is taken over at once, and ends.
     """
     chosen = plan(app).only(only)
     make_streams(log, chosen)  # what does not fit is found before Spark is started
@@ -50,26 +56,20 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
         tell(f"starting Spark ({master})")
     spark = open_session(master, app.name, settings, folder / "spark.log")
     spark.conf.set("spark.sql.session.timeZone", "UTC")  # keys of windows are told in it
-    try:
+    with contextlib.ExitStack() as stack:
+        if is_ours:
+            stack.callback(close_session, spark)
         if not is_local(spark.sparkContext.master or master):
             tell("sending the app to the cluster")
             spark.sparkContext.addPyFile(str(bundle(app, folder / f"{app.name}.zip")))
         tasks = spark.sparkContext.defaultParallelism
         warm(spark, tasks)
-        tell("looking at the definitions")
         rows = batch_rows or QueryLimits().batch_rows_max
         limits = QueryLimits(batch_rows_max=rows, tasks=tasks)
         backend = SparkBackend(spark, folder, log_options=log_options, limits=limits)
-        runner = build(log, chosen, backend, limits=limits, options=options)
-        tell("starting the queries")
-        reporter = Reporter(runner, options.metrics_interval_ms)
-        runner.start()
-        reporter.start()
-        try:
-            yield runner
-        finally:
-            runner.stop()
-            reporter.stop()
-    finally:
-        if is_ours:
-            close_session(spark)
+        yield stack.enter_context(
+            at_work(
+                log, chosen, backend,
+                limits=limits, options=options, tell=tell, stop=stop, take_over=take_over,
+            )
+        )  # fmt: skip

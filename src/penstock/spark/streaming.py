@@ -20,15 +20,14 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
 from pyspark.sql.streaming.query import StreamingQuery
 
-from penstock.app.claims import claim
 from penstock.app.definitions import Definition, Derivation
-from penstock.app.positions import Position, producer_name, saved_position
+from penstock.app.positions import Position, Run, kept_position, producer_name
 from penstock.app.step import Step, commit_batch, failed, rows_of, told
 from penstock.app.tables import AppTable
+from penstock.app.takeover import claim
 from penstock.app.task import BatchOrder, Outcome, Range, Split
 from penstock.app.windows import Windows
 from penstock.errors import (
-    FencedError,
     PenstockError,
     PlanChangedError,
     SparkGoneError,
@@ -78,7 +77,7 @@ class StatefulQuery:
         spark: SparkSession,
         log: Log,
         options: Mapping[str, OptionValue],
-        app: str,
+        run: Run,
         shape: Shape,
         checkpoints: Path,
         batch_rows_max: int,
@@ -88,10 +87,11 @@ class StatefulQuery:
         self._spark = spark
         self._log = log
         self._options = dict(options)
-        self._app = app
+        self._run = run
+        self._app = run.app
         self._shape = shape
         self._batch_rows_max = batch_rows_max
-        self._folder = checkpoints / app / self.name
+        self._folder = checkpoints / run.app / self.name
         self._query: StreamingQuery | None = None
         self._holder: Holder | None = None
         self._marker = Marker("", "")
@@ -116,8 +116,9 @@ class StatefulQuery:
     def run(self, stop: threading.Event, tell: Callable[[Step], None]) -> None:
         self._tell = tell
         self._error = None
+        self._kept_position()
         self._holder = self._log.hold(self.producer)
-        self.position = self._claimed()
+        self.position = self._kept_position()
         self._check_inputs(self.position)
         with spark_alive():
             self._follow(stop)
@@ -224,7 +225,8 @@ class StatefulQuery:
             if outcome.failure is not None:
                 raise failed(outcome.failure)
         position = Position(
-            producer=self.producer, sequence=number, next=offsets.ends, ids=self._stream_ids(),
+            producer=self.producer, run=self._run.token, sequence=number, next=offsets.ends,
+            ids=self._stream_ids(),
             time_us=order.now_us, checkpoint=self._marker.id, plan=self._marker.plan,
         )  # fmt: skip
         committed = commit_batch(self._log, self._app, self.definitions, outcomes, position, order)
@@ -363,19 +365,15 @@ class StatefulQuery:
             position = saved or Position(producer="", sequence=-1, next={})
             return {
                 self.name: msgspec.structs.replace(
-                    position, producer=self.producer, checkpoint=self._marker.id,
-                    plan=self._marker.plan,
+                    position, producer=self.producer, run=self._run.token,
+                    checkpoint=self._marker.id, plan=self._marker.plan,
                 )
             }  # fmt: skip
 
-        self.position = claim(self._log, self._app, [self.name], decide)[self.name]
+        self.position = claim(self._log, self._app, [self.name], decide, self._run.check)[self.name]
 
-    def _claimed(self) -> Position:
-        """The position, if nobody else has claimed it since."""
-        saved = saved_position(self._log, self._app, self.name)
-        if saved is None or saved.producer != self.producer:
-            raise FencedError(f"{self.name} was taken over by another runner, or reset")
-        return saved
+    def _kept_position(self) -> Position:
+        return kept_position(self._log, self._run, self.name, self.producer)
 
     def _check_inputs(self, saved: Position) -> None:
         """What Spark keeps is of the streams that were there when it began."""

@@ -1,0 +1,181 @@
+"""Two runners of one app: one is at work, the other stands by, and takes over when it is gone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import pytest
+
+import penstock
+from penstock import Log, Producer, Table, read_events
+from penstock.app.plan import plan
+from penstock.app.runner import InlineBackend, make_streams
+from penstock.app.standby import at_work
+from penstock.log.claims import PREFIX
+from penstock.log.processes import this_process
+from penstock.testing.processes import wait_until
+from tests.app.counting import Number, Seen, app
+
+LEASE_MS = 3_000
+KEYS = 10
+
+
+class Program:
+    """A runner in a process of its own."""
+
+    def __init__(self, log: str, output: Path, *options: str) -> None:
+        self._output = output
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.app.counting", log, str(LEASE_MS), *options],
+                stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def told(self) -> str:
+        return self._output.read_text("utf-8")
+
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.told() or self.process.poll() is not None, 60, text)
+        assert text in self.told(), self.told()
+
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def start(log: str, tmp_path: Path) -> Iterator[Start]:
+    with penstock.open(log, create=True) as opened:
+        make_streams(opened, plan(app))
+    programs: list[Program] = []
+
+    def begin(*options: str) -> Program:
+        programs.append(Program(log, tmp_path / f"out{len(programs)}.txt", *options))
+        return programs[-1]
+
+    try:
+        yield begin
+    finally:
+        for program in programs:
+            program.__exit__()
+
+
+def send(log: Log, count: int) -> None:
+    with Producer(log) as producer:
+        for n in range(count):
+            producer.send("numbers", Number(f"k{n % KEYS}", 1))
+
+
+def check(log: Log, sent: int) -> None:
+    """Each was handled once: every total of every key is there, once, in its order."""
+    wait_until(lambda: len(list(read_events(log, "seen"))) >= sent, 60, "everything handled")
+    found: dict[str, list[int]] = {}
+    for event in read_events(log, "seen", Seen):
+        found.setdefault(event.data.key, []).append(event.data.total)
+    each = sent // KEYS
+    assert found == {f"k{n}": list(range(1, each + 1)) for n in range(KEYS)}
+    totals = Table(log, "totals")
+    assert [totals.get(f"k{n}").value for n in range(KEYS)] == [each] * KEYS
+
+
+@pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_second_one_takes_over_when_the_first_is_gone(
+    log: str, start: Start, how: signal.Signals
+) -> None:
+    with penstock.open(log) as opened:
+        first = start()
+        first.wait_for("starting the queries")
+        send(opened, 200)
+        check(opened, 200)
+        second = start()
+        second.wait_for(f"standing by: add is run by process {first.process.pid} on ")
+        send(opened, 300)
+        check(opened, 500)
+        assert "starting" not in second.told()
+        first.process.send_signal(how)
+        first.process.wait(30)
+        second.wait_for("starting the queries")
+        send(opened, 300)
+        check(opened, 800)
+
+
+@pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
+def test_one_that_stood_still_past_its_lease_ends(log: str, start: Start) -> None:
+    """It says who has the app now, and does not take it back."""
+    with penstock.open(log) as opened:
+        first = start()
+        first.wait_for("starting the queries")
+        second = start()
+        second.wait_for("standing by")
+        send(opened, 200)
+        check(opened, 200)
+        first.process.send_signal(signal.SIGSTOP)
+        second.wait_for("starting the queries")
+        send(opened, 300)
+        check(opened, 500)
+        first.process.send_signal(signal.SIGCONT)
+        assert first.process.wait(60) == 1
+        told = f"app/counting: add was taken over: process {second.process.pid} on "
+        assert f"claim_lost: {told}" in first.told()
+        send(opened, 300)
+        check(opened, 800)
+        assert second.process.poll() is None, second.told()
+
+
+@pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
+def test_taking_over_at_once(log: str, start: Start) -> None:
+    with penstock.open(log) as opened:
+        first = start()
+        first.wait_for("starting the queries")
+        send(opened, 200)
+        check(opened, 200)
+        second = start("--take-over")
+        assert first.process.wait(60) == 1
+        assert f"process {second.process.pid} on " in first.told()
+        send(opened, 300)
+        check(opened, 500)
+
+
+@pytest.mark.parametrize("log", ["embedded"], indirect=True)
+def test_whoever_stands_by_can_be_stopped(log: str, start: Start) -> None:
+    first = start()
+    first.wait_for("starting the queries")
+    second = start()
+    second.wait_for("standing by")
+    second.process.send_signal(signal.SIGTERM)
+    assert second.process.wait(30) == 0
+    assert first.process.poll() is None
+
+
+def test_who_has_the_app_is_not_stopped_by_somebody_who_opens_its_producers(tmp_path: Path) -> None:
+    """Such as an older runner that has not yet noticed."""
+    with penstock.open(tmp_path / "log.db", create=True) as log:
+        with at_work(log, plan(app), InlineBackend()) as runner:
+            send(log, 100)
+            check(log, 100)
+            log.hold("app/counting/add")
+            send(log, 100)
+            check(log, 200)
+            assert runner.failure() is None
+        assert log.progress_items(PREFIX) == {}, "it was given back"
+
+
+def test_a_process_of_another_container_with_this_host_name_is_not_thought_gone() -> None:
+    here = this_process()
+    gone = msgspec.structs.replace(here, started="1")
+    assert not here.is_gone()
+    assert gone.is_gone()
+    assert not msgspec.structs.replace(gone, space="elsewhere").is_gone()
