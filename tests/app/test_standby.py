@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -23,6 +23,14 @@ from penstock.testing.processes import wait_until
 from tests.app.counting import Number, Seen, app
 
 LEASE_MS = 3_000
+ON_BOTH = pytest.mark.parametrize(
+    "log",
+    [
+        pytest.param(engine, marks=pytest.mark.row("X12", engine=engine))
+        for engine in ("embedded", "kafka")
+    ],
+    indirect=True,
+)
 KEYS = 10
 
 
@@ -86,11 +94,13 @@ def check(log: Log, sent: int) -> None:
         found.setdefault(event.data.key, []).append(event.data.total)
     each = sent // KEYS
     assert found == {f"k{n}": list(range(1, each + 1)) for n in range(KEYS)}
-    totals = Table(log, "totals")
-    assert [totals.get(f"k{n}").value for n in range(KEYS)] == [each] * KEYS
+    totals: Table[Any] = Table(log, "totals")
+    assert [entry.value for entry in totals.get_many([f"k{n}" for n in range(KEYS)])] == [
+        each
+    ] * KEYS
 
 
-@pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
+@ON_BOTH
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_second_one_takes_over_when_the_first_is_gone(
     log: str, start: Start, how: signal.Signals
@@ -112,7 +122,7 @@ def test_a_second_one_takes_over_when_the_first_is_gone(
         check(opened, 800)
 
 
-@pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
+@ON_BOTH
 def test_one_that_stood_still_past_its_lease_ends(log: str, start: Start) -> None:
     """It says who has the app now, and does not take it back."""
     with penstock.open(log) as opened:
@@ -135,7 +145,7 @@ def test_one_that_stood_still_past_its_lease_ends(log: str, start: Start) -> Non
         assert second.process.poll() is None, second.told()
 
 
-@pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
+@ON_BOTH
 def test_taking_over_at_once(log: str, start: Start) -> None:
     with penstock.open(log) as opened:
         first = start()
