@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self, cast
 
 import msgspec
 import pytest
@@ -15,14 +16,19 @@ import pytest
 import penstock
 from penstock import Log, Producer, Table, read_events
 from penstock.app.plan import plan
-from penstock.app.runner import InlineBackend, make_streams
+from penstock.app.positions import Run
+from penstock.app.query import Query
+from penstock.app.runner import InlineBackend, Runner, RunnerOptions, build, make_streams
 from penstock.app.standby import at_work
+from penstock.errors import ClaimLostError
 from penstock.log.claims import PREFIX
 from penstock.log.processes import this_process
 from penstock.testing.processes import wait_until
 from tests.app.counting import Number, Seen, app
 
-LEASE_MS = 3_000
+SHORT_MS = 3_000
+LONG_MS = 3_600_000
+"""No lease ends within a test."""
 ON_BOTH = pytest.mark.parametrize(
     "log",
     [
@@ -37,11 +43,11 @@ KEYS = 10
 class Program:
     """A runner in a process of its own."""
 
-    def __init__(self, log: str, output: Path, *options: str) -> None:
+    def __init__(self, log: str, output: Path, lease_ms: int, *options: str) -> None:
         self._output = output
         with output.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.app.counting", log, str(LEASE_MS), *options],
+                [sys.executable, "-m", "tests.app.counting", log, str(lease_ms), *options],
                 stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
@@ -69,8 +75,9 @@ def start(log: str, tmp_path: Path) -> Iterator[Start]:
         make_streams(opened, plan(app))
     programs: list[Program] = []
 
-    def begin(*options: str) -> Program:
-        programs.append(Program(log, tmp_path / f"out{len(programs)}.txt", *options))
+    def begin(*options: str, lease_ms: int = LONG_MS) -> Program:
+        output = tmp_path / f"out{len(programs)}.txt"
+        programs.append(Program(log, output, lease_ms, *options))
         return programs[-1]
 
     try:
@@ -95,9 +102,8 @@ def check(log: Log, sent: int) -> None:
     each = sent // KEYS
     assert found == {f"k{n}": list(range(1, each + 1)) for n in range(KEYS)}
     totals: Table[Any] = Table(log, "totals")
-    assert [entry.value for entry in totals.get_many([f"k{n}" for n in range(KEYS)])] == [
-        each
-    ] * KEYS
+    kept = [cast(Any, totals.get(f"k{n}")).value for n in range(KEYS)]
+    assert kept == [each] * KEYS
 
 
 @ON_BOTH
@@ -126,9 +132,9 @@ def test_a_second_one_takes_over_when_the_first_is_gone(
 def test_one_that_stood_still_past_its_lease_ends(log: str, start: Start) -> None:
     """It says who has the app now, and does not take it back."""
     with penstock.open(log) as opened:
-        first = start()
+        first = start(lease_ms=SHORT_MS)
         first.wait_for("starting the queries")
-        second = start()
+        second = start(lease_ms=SHORT_MS)
         second.wait_for("standing by")
         send(opened, 200)
         check(opened, 200)
@@ -148,7 +154,7 @@ def test_one_that_stood_still_past_its_lease_ends(log: str, start: Start) -> Non
 @ON_BOTH
 def test_taking_over_at_once(log: str, start: Start) -> None:
     with penstock.open(log) as opened:
-        first = start()
+        first = start(lease_ms=SHORT_MS)
         first.wait_for("starting the queries")
         send(opened, 200)
         check(opened, 200)
@@ -170,17 +176,68 @@ def test_whoever_stands_by_can_be_stopped(log: str, start: Start) -> None:
     assert first.process.poll() is None
 
 
-def test_who_has_the_app_is_not_stopped_by_somebody_who_opens_its_producers(tmp_path: Path) -> None:
-    """Such as an older runner that has not yet noticed."""
+@contextlib.contextmanager
+def going(log: Log, *, take_over: bool = False) -> Iterator[Runner]:
+    options = RunnerOptions(lease_ms=LONG_MS, backoff_ms=10)
+    with at_work(log, plan(app), InlineBackend(), options=options, take_over=take_over) as runner:
+        yield runner
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Log]:
     with penstock.open(tmp_path / "log.db", create=True) as log:
-        with at_work(log, plan(app), InlineBackend()) as runner:
-            send(log, 100)
-            check(log, 100)
-            log.hold("app/counting/add")
-            send(log, 100)
-            check(log, 200)
-            assert runner.failure() is None
-        assert log.progress_items(PREFIX) == {}, "it was given back"
+        yield log
+
+
+def test_whoever_lost_the_app_ends_with_the_next_batch(opened: Log) -> None:
+    """Long before its lease is renewed, and without disturbing whoever has it."""
+    with going(opened) as old:
+        send(opened, 100)
+        check(opened, 100)
+        with going(opened, take_over=True) as new:
+            send(opened, 100)
+            check(opened, 200)
+            wait_until(old.is_over, 30, "the end of the old one")
+            assert isinstance(old.failure(), ClaimLostError)
+            send(opened, 100)
+            check(opened, 300)
+            assert (new.failure(), [status.restarts for status in new.statuses()]) == (None, [0])
+
+
+def test_a_query_is_not_taken_back_by_starting_it_again(opened: Log) -> None:
+    old = build(opened, plan(app), InlineBackend())
+    new = build(opened, plan(app), InlineBackend())
+    (query,) = [kept.query for kept in new._kept if isinstance(kept.query, Query)]
+    query.start()
+    (mine,) = [kept.query for kept in old._kept if isinstance(kept.query, Query)]
+    with pytest.raises(ClaimLostError, match="add was taken over by another runner of app"):
+        mine.start()
+    send(opened, 10)
+    assert query.step() is not None, "its producer was left alone"
+
+
+def test_what_was_lost_while_it_was_being_built_is_not_taken_over(opened: Log) -> None:
+    before = build(opened, plan(app), InlineBackend())
+
+    def fail() -> NoReturn:
+        raise ClaimLostError("another one has it")
+
+    with pytest.raises(ClaimLostError):
+        build(opened, plan(app), InlineBackend(), run=Run("counting", "late", fail))
+    (query,) = [kept.query for kept in before._kept if isinstance(kept.query, Query)]
+    query.start()
+
+
+def test_who_has_the_app_is_not_stopped_by_somebody_who_opens_its_producers(opened: Log) -> None:
+    """Such as an older runner that has not yet noticed."""
+    with going(opened) as runner:
+        send(opened, 100)
+        check(opened, 100)
+        opened.hold("app/counting/add")
+        send(opened, 100)
+        check(opened, 200)
+        assert runner.failure() is None
+    assert opened.progress_items(PREFIX) == {}, "it was given back"
 
 
 def test_a_process_of_another_container_with_this_host_name_is_not_thought_gone() -> None:
