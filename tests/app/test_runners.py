@@ -277,7 +277,7 @@ def test_a_position_is_read_again_once_nobody_can_move_it(
             return hold(log, name, **more)
 
         monkeypatch.setattr(type(log), "hold", late)
-        claim(log, "shop", ["a"], decide)
+        claim(log, "shop", ["a"], decide, {})
     (found,) = seen
     assert found is not None
     assert found.next == {"orders": {0: 2}}

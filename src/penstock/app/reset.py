@@ -70,7 +70,7 @@ def reset_query(
         ids = {s: log.stream(s).id for s in inputs}
         return {name: Position(producer="", sequence=-1, next=ends, ids=ids)}
 
-    claim(log, app, [name], decide)
+    claim(log, app, [name], decide, {name: None})
     folder = None if checkpoints is None else checkpoints / app / name
     if folder is not None and folder.exists():
         shutil.rmtree(folder)

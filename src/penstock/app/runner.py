@@ -36,7 +36,7 @@ from penstock.app.positions import Run
 from penstock.app.query import Clock, Executor, Query, QueryLimits
 from penstock.app.sinks import SinkQuery, SinkWork
 from penstock.app.step import Step
-from penstock.app.takeover import claimed_groups
+from penstock.app.takeover import check_plan, claimed_groups
 from penstock.app.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import (
     AppError,
@@ -376,6 +376,7 @@ def build(
 
     Takes the definitions over from whoever runs them.
     """
+    check_plan(log, plan)
     make_streams(log, plan)
     run = run or Run(plan.app.name, secrets.token_hex(8))
     queries: list[Runnable] = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from penstock.app.definitions import Definition
-from penstock.app.plan import can_share
+from penstock.app.plan import Plan, can_share
 from penstock.app.positions import (
     Position,
     Run,
@@ -22,6 +22,7 @@ from penstock.app.positions import (
     query_name,
     saved_position,
 )
+from penstock.app.saved import Saved, check_change, form_of, saved_definitions, saved_key
 from penstock.errors import FencedError, LogBusyError, PlanChangedError
 from penstock.log.api import Commit, Log
 from penstock.log.commit import next_sequence
@@ -37,22 +38,27 @@ def claim(
     app: str,
     names: Sequence[str],
     decide: Decide,
+    forms: Mapping[str, Saved | None],
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Position]:
     """Fence whoever runs these definitions, and save the positions that `decide` makes of theirs.
 
     `decide` is given the saved positions, which nobody can move any more, and may be called
-    several times. `check` says whether this run may still do so.
+    several times. `forms` are saved with them. `check` says whether this run may still do so.
     """
     for _ in range(TRIES_MAX):
         holder = log.hold(producer_name(app, CLAIMS))
         check()
-        found = _fenced(log, app, names)
+        found = fenced_positions(log, app, names)
         decided = decide(found)
         sequence = next_sequence(log, holder.producer)
         progress = {
             progress_key(app, name): None if position is None else msgspec.json.encode(position)
             for name, position in decided.items()
+        }
+        progress |= {
+            saved_key(app, name): None if form is None else msgspec.json.encode(form)
+            for name, form in forms.items()
         }
         try:
             log.commit(holder, sequence, Commit(progress=progress))
@@ -62,7 +68,7 @@ def claim(
     raise LogBusyError(f"several runners of app {app} take over from each other: stop one of them")
 
 
-def _fenced(log: Log, app: str, names: Sequence[str]) -> dict[str, Position | None]:
+def fenced_positions(log: Log, app: str, names: Sequence[str]) -> dict[str, Position | None]:
     """The positions, after every producer that could move one was fenced."""
     fenced: set[str] = set()
     while True:
@@ -92,8 +98,20 @@ def claimed_groups(log: Log, run: Run, definitions: Sequence[Definition]) -> lis
         return decided
 
     if definitions:
-        claim(log, run.app, [definition.name for definition in definitions], decide, run.check)
+        forms = {definition.name: form_of(definition) for definition in definitions}
+        claim(log, run.app, list(forms), decide, forms, run.check)
     return groups
+
+
+def check_plan(log: Log, plan: Plan) -> None:
+    """Raise `PlanChangedError` if a definition of the plan is not what it was before."""
+    app = plan.app
+    begun = {key.split("/", 2)[2] for key in log.progress_items(f"app/{app.name}/")}
+    saved = {name: form for name, form in saved_definitions(log, app.name).items() if name in begun}
+    gone = {name: form for name, form in saved.items() if name not in app.definitions}
+    for definition in plan.definitions:
+        is_new = definition.name not in begun
+        check_change(definition, saved.get(definition.name), gone if is_new else {})
 
 
 def taken_over(found: Position | None, definition: Definition) -> Position:

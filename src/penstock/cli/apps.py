@@ -16,10 +16,13 @@ from penstock.app.app import App
 from penstock.app.definitions import Agent, Definition, keeps_timers
 from penstock.app.loading import load_app
 from penstock.app.plan import plan
+from penstock.app.positions import saved_position
 from penstock.app.query import QueryLimits
+from penstock.app.rename import rename_definition
 from penstock.app.reports import agent_rows
 from penstock.app.reset import Output, default_checkpoints, reset_query
 from penstock.app.runner import QueryStatus, Runner
+from penstock.app.saved import Saved, saved_definitions
 from penstock.app.streams import AppStream
 from penstock.cli.options import (
     JsonOption,
@@ -37,6 +40,7 @@ from penstock.cli.options import (
 from penstock.cli.output import confirm, note, say, say_json, stderr, stopping, table
 from penstock.connect.credentials import BY_NAME
 from penstock.errors import UnknownObjectError, UsageError
+from penstock.log.api import Log
 from penstock.log.names import guess
 
 REFRESH_S = 0.5
@@ -71,6 +75,7 @@ def register(app: typer.Typer) -> None:
             "penstock reset shop.py spend", "penstock reset shop.py spend --output clear --yes"
         ),
     )(reset)
+    app.command("rename", epilog=examples("penstock rename shop.py spend spent"))(rename)
     app.command("prepare", epilog=examples("penstock prepare"))(prepare)
     agents = typer.Typer(no_args_is_help=True, help="Where the agents of apps are.")
     agents.command("list", epilog=examples("penstock agent list", "penstock agent list --json"))(
@@ -258,24 +263,73 @@ def reset(  # noqa: PLR0913  a parameter for each option
     folder = _checkpoints(context, log, checkpoints)
     with contextlib.ExitStack() as early:
         loaded = load_app(app, (), lambda: start_early(early, "local[1]", {}, folder))
-    check_defined(loaded, query.split("+"))
-    chosen = plan(loaded).only(query.split("+")).definitions
-    made = {definition.name: _made_by(loaded, definition, output) for definition in chosen}
+    names = query.split("+")
     with open_named(context, log, log_option) as opened:
+        gone = {
+            name: form
+            for name, form in saved_definitions(opened, loaded.name).items()
+            if name not in loaded.definitions
+        }
+        check_defined(loaded, [name for name in names if name not in gone])
+        made = {
+            name: _own_outputs(opened, loaded, gone[name])
+            if name in gone
+            else _made_by(loaded, loaded.definitions[name], output)
+            for name in names
+        }
         if output == "clear":
-            emptied = ", ".join(name for names in made.values() for name in names)
+            emptied = ", ".join(place for places in made.values() for place in places)
             confirm(f"Empty {emptied}?", f"this would empty {emptied}", yes=yes)
-        for definition in chosen:
+        for name in names:
+            inputs = () if name in gone else loaded.definitions[name].triggers
             done = reset_query(
-                opened, loaded.name, definition.name, start=start, output=output,
-                inputs=definition.triggers, outputs=made[definition.name],
-                checkpoints=folder,
+                opened, loaded.name, name, start=start, output=output, inputs=inputs,
+                outputs=made[name], checkpoints=folder,
             )  # fmt: skip
             if json:
                 say_json(done)
             else:
                 what = f"; emptied {', '.join(done.cleared)}" if done.cleared else ""
-                say(f"{definition.name} starts again from {start}{what}")
+                goes_on = "is forgotten" if name in gone else f"starts again from {start}"
+                say(f"{name} {goes_on}{what}")
+
+
+def _own_outputs(log: Log, loaded: App, form: Saved) -> tuple[str, ...]:
+    """What a definition that is not there any more has made, unless others have made it too."""
+    others = {
+        place.name
+        for definition in loaded.definitions.values()
+        if saved_position(log, loaded.name, definition.name) is not None
+        for place in definition.outputs
+    }
+    return tuple(name for name in (*form.tables, *form.streams) if name not in others)
+
+
+def rename(
+    context: typer.Context,
+    app: AppArgument,
+    old: Annotated[str, typer.Argument(metavar="OLD", help="What the definition was called.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="What it is called now.")],
+    json: JsonOption = False,
+    log: LogOption = None,
+    log_option: LogOptionsOption = None,
+) -> None:
+    """Let a definition that has another name now go on where it was, over the table that it has.
+
+    The app must not run meanwhile.
+    """
+    with contextlib.ExitStack() as early:
+        folder = _checkpoints(context, log, None)
+        loaded = load_app(app, (), lambda: start_early(early, "local[1]", {}, folder))
+    check_defined(loaded, [new])
+    if old in loaded.definitions:
+        raise UsageError(f"app {loaded.name} still defines {old}: rename it there first")
+    with open_named(context, log, log_option) as opened:
+        done = rename_definition(opened, loaded.name, old, new)
+    if json:
+        say_json(done)
+    else:
+        say(f"{new} goes on where {old} was")
 
 
 def _made_by(loaded: App, definition: Definition, output: Output) -> tuple[str, ...]:

@@ -43,9 +43,24 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     renewed_us: int
     lease_s: float
 
+    def is_surely_over(self) -> bool:
+        """Whether its process is gone, or it was not renewed for very long."""
+        return now_us() - self.renewed_us > OLD_S * 1e6 or self.process.is_gone()
+
     def __str__(self) -> str:
         since = from_microseconds(self.since_us).isoformat(sep=" ", timespec="seconds")
         return f"{self.process}, since {since}"
+
+
+def who_has(log: Log, scope: str, names: Sequence[str]) -> dict[str, Claim]:
+    """Those of some names that somebody has, or had until a moment ago."""
+    found = log.progress_items(f"{PREFIX}{scope}/")
+    claims = {
+        name: msgspec.json.decode(found[key], type=Claim)
+        for name in names
+        if (key := f"{PREFIX}{scope}/{name}") in found
+    }
+    return {name: claim for name, claim in claims.items() if not claim.is_surely_over()}
 
 
 class Claims:
@@ -125,8 +140,7 @@ class Claims:
             seen, since = self._seen.get(name, (None, now))
             since = since if seen == claim else now
             self._seen[name] = (claim, since)
-            is_old = now_us() - claim.renewed_us > OLD_S * 1e6
-            is_over = is_old or now - since > claim.lease_s or claim.process.is_gone()
+            is_over = claim.is_surely_over() or now - since > claim.lease_s
             if claim.run != self.run and not is_over:
                 others[name] = claim
         return others

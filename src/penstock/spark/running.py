@@ -13,6 +13,7 @@ from penstock.app.query import QueryLimits
 from penstock.app.reset import default_checkpoints
 from penstock.app.runner import Runner, RunnerOptions, make_streams
 from penstock.app.standby import at_work
+from penstock.app.takeover import check_plan
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.backend import SparkBackend
@@ -48,7 +49,8 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
     until `stop` is set; with `take_over` it is taken over at once, and ends.
     """
     chosen = plan(app).only(only)
-    make_streams(log, chosen)  # what does not fit is found before Spark is started
+    check_plan(log, chosen)  # what does not fit is found before Spark is started
+    make_streams(log, chosen)
     folder = checkpoints or default_checkpoints(log.url)
     folder.mkdir(parents=True, exist_ok=True)
     is_ours = not has_session()

@@ -22,6 +22,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from penstock.app.definitions import Definition, Derivation
 from penstock.app.positions import Position, Run, kept_position, producer_name
+from penstock.app.saved import form_of
 from penstock.app.step import Step, commit_batch, failed, rows_of, told
 from penstock.app.tables import AppTable
 from penstock.app.takeover import claim
@@ -370,7 +371,10 @@ class StatefulQuery:
                 )
             }  # fmt: skip
 
-        self.position = claim(self._log, self._app, [self.name], decide, self._run.check)[self.name]
+        self.position = claim(
+            self._log, self._app, [self.name], decide,
+            {self.name: form_of(self._shape.definition)}, self._run.check,
+        )[self.name]  # fmt: skip
 
     def _kept_position(self) -> Position:
         return kept_position(self._log, self._run, self.name, self.producer)
