@@ -12,12 +12,12 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from penstock import Producer, Table
+from penstock import App, Producer, Table
 from penstock import open as open_log
 from penstock.app.loading import load_app
 from penstock.app.plan import plan
@@ -180,6 +180,45 @@ def test_mistakes_are_usage_errors(shop: Path, run: Run) -> None:
         done = run(*arguments, "--log", "shop.db")
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert not (shop / "shop.db").exists()
+
+
+def load_anew(module: Path) -> App:
+    sys.modules.pop(module.stem, None)
+    try:
+        return load_app(str(module))
+    finally:
+        sys.modules.pop(module.stem, None)
+
+
+def test_a_definition_is_renamed_or_forgotten(tmp_path: Path, run: Run) -> None:
+    module = tmp_path / "shop.py"
+    before = SHOP.partition("@app.derive_table")[0]
+    after = before.replace("def add_up", "def spend")
+    module.write_text(before)
+    app = load_anew(module)
+    orders, record = app.streams["orders"], cast(Any, app.streams["orders"].record)
+    with AppTest(app, tmp_path) as test:
+        test.send(orders, *(record(user="ada", amount=n) for n in range(5)))
+        test.until_idle()
+    there = ("--log", "test.db")
+    still = run("rename", "shop.py", "other", "add_up", *there)
+    assert (still.returncode, "has not run a definition other" in still.stderr) == (2, True)
+    module.write_text(after)
+    refused = run("run", "shop.py", *there)
+    assert (refused.returncode, "`penstock rename APP add_up spend`" in refused.stderr) == (2, True)
+    done = run("rename", "shop.py", "add_up", "spend", "--json", *there)
+    assert json.loads(done.stdout) == {"app": "shop", "old": "add_up", "new": "spend", "timers": 0}
+    with AppTest(load_anew(module), tmp_path) as test:
+        test.until_idle()
+        assert test.table(test.app.tables["totals"]) == {"ada": 10}
+    module.write_text(before)
+    asked = run("reset", "shop.py", "spend", "--output", "clear", *there)
+    assert (asked.returncode, "would empty totals" in asked.stderr) == (2, True)
+    done = run("reset", "shop.py", "spend", "--output", "clear", "--yes", *there)
+    assert done.stdout == "spend is forgotten; emptied totals\n"
+    with AppTest(load_anew(module), tmp_path) as test:
+        test.until_idle()
+        assert test.table(test.app.tables["totals"]) == {"ada": 10}
 
 
 def test_the_live_view_has_a_line_for_each_query(tmp_path: Path) -> None:

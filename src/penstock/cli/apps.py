@@ -39,7 +39,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import confirm, note, say, say_json, stderr, stopping, table
 from penstock.connect.credentials import BY_NAME
-from penstock.errors import UnknownObjectError, UsageError
+from penstock.errors import PenstockError, UnknownObjectError, UsageError
 from penstock.log.api import Log
 from penstock.log.names import guess
 
@@ -264,7 +264,12 @@ def reset(  # noqa: PLR0913  a parameter for each option
     with contextlib.ExitStack() as early:
         loaded = load_app(app, (), lambda: start_early(early, "local[1]", {}, folder))
     names = query.split("+")
-    with open_named(context, log, log_option) as opened:
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(open_named(context, log, log_option))
+        except PenstockError:
+            check_defined(loaded, names)  # that is the nearer mistake
+            raise
         gone = {
             name: form
             for name, form in saved_definitions(opened, loaded.name).items()

@@ -11,7 +11,7 @@ _VALUES = {"int": "N", "float": "N", "str": "TEXT"}
 PANELS = {
     "Events": ("pub", "read", "dead"),
     "Streams and tables": ("stream", "table", "namespace", "apply"),
-    "Apps": ("run", "reset", "prepare", "agent"),
+    "Apps": ("run", "reset", "rename", "prepare", "agent"),
     "Connectors": ("listen", "connect", "connector", "outbox"),
     "Care": ("verify", "backup", "doctor", "cluster"),
 }
