@@ -36,10 +36,10 @@ tools: ## Install what tests use: kcat, Redis and PostgreSQL (Debian, as root).
 	    --no-install-recommends kcat redis-server postgresql > /dev/null; }
 
 test: $(READY) tools prepared ## Run all tests (what CI runs).
-	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile
+	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile --no-loadscope-reorder
 
 quick: $(READY) ## Run the tests that need neither Spark nor servers: two minutes.
-	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile tests/unit tests/property \
+	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/property \
 	  tests/contract/test_embedded.py tests/app/test_declaring.py tests/connect/test_wire.py
 
 soak: $(READY) tools prepared ## Run the long random fault tests; the seed is printed.

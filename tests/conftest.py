@@ -34,6 +34,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JDK_JAVA_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
+LONGEST = (
+    "fault/test_exactly_once.py", "kafka/test_exactly_once.py", "spark/test_pushing.py",
+    "spark/test_readme.py", "cli/test_apps.py", "kafka/test_cluster.py", "connect/test_push.py",
+    "kafka/test_spark_cluster.py", "spark/test_declarative.py",
+)  # fmt: skip
+"""Files that take a minute or more each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: a process that gets one of them at the end would be waited for."""
+    rank = {name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get("/".join(item.path.parts[-2:]), len(rank)))
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ.pop("PENSTOCK_CACHE"), ignore_errors=True)
 
