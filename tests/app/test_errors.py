@@ -251,7 +251,7 @@ def test_a_second_runner_takes_over(tmp_path: Path) -> None:
         run._start()
         run.send(shop.orders, Order("ada", "jam"))
         run.until_idle()
-        with pytest.raises(QueryFailedError, match="was opened again"):
+        with pytest.raises(QueryFailedError, match="was taken over by another runner of app shop"):
             failure = None
             while failure is None:
                 failure = old.failure()

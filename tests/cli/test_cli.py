@@ -66,7 +66,7 @@ def test_streams_are_listed_described_altered_and_dropped(run: Run) -> None:
         "orders", "_system.objects", "_system.metrics",
     }  # fmt: skip
     assert rows(run("stream", "drop", "orders", "--yes", "--json")) == [
-        {"dropped": "orders", "events": 0}
+        {"dropped": "orders", "events": 0, "events_is_exact": True}
     ]
     assert rows(run("stream", "list", "--json")) == []
     changes = rows(run("read", "_system.objects", "--json"))
