@@ -6,6 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
@@ -20,8 +21,8 @@ from penstock.app.positions import Run
 from penstock.app.query import Query
 from penstock.app.runner import InlineBackend, Runner, RunnerOptions, build, make_streams
 from penstock.app.standby import at_work
-from penstock.errors import ClaimLostError
-from penstock.log.claims import PREFIX
+from penstock.errors import ClaimLostError, LogBusyError, LogUnreachableError
+from penstock.log.claims import PREFIX, Claims
 from penstock.log.processes import this_process
 from penstock.testing.processes import wait_until
 from tests.app.counting import Number, Seen, app
@@ -238,6 +239,24 @@ def test_who_has_the_app_is_not_stopped_by_somebody_who_opens_its_producers(open
         check(opened, 200)
         assert runner.failure() is None
     assert opened.progress_items(PREFIX) == {}, "it was given back"
+
+
+def test_whoever_stands_by_outlives_a_log_that_does_not_answer(
+    opened: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([LogUnreachableError("no broker"), LogBusyError("later")])
+
+    def ask(prefix: str) -> dict[str, bytes]:
+        error = next(answers, None)
+        if error is None:
+            monkeypatch.undo()
+            return {}
+        raise error
+
+    monkeypatch.setattr(opened, "progress_items", ask)
+    claims = Claims(opened, "app/x", ["a"], producer="claims")
+    assert claims.acquire(threading.Event())
+    claims.release()
 
 
 def test_a_process_of_another_container_with_this_host_name_is_not_thought_gone() -> None:

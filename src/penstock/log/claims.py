@@ -107,17 +107,23 @@ class Claims:
     ) -> bool:
         """Wait until all names are free, and have them; `False` if `stop` was set before.
 
-        `tell` hears who has which, whenever that changes. With `take_over` nobody is waited for.
+        `tell` hears who has which, whenever that changes. With `take_over` nobody is waited for. A
+        log that cannot be reached for a while is waited for like anybody else.
         """
         told: set[str] = set()
         while not stop.is_set():
-            others = {} if take_over else self._others(self._found())
-            if not others and self._take(take_over=take_over):
-                self._thread = threading.Thread(target=self._keep, name="claims", daemon=True)
-                self._thread.start()
-                return True
+            try:
+                others = {} if take_over else self._others(self._found())
+                if not others and self._take(take_over=take_over):
+                    self._thread = threading.Thread(target=self._keep, name="claims", daemon=True)
+                    self._thread.start()
+                    return True
+            except PenstockError as error:
+                if not error.retriable:
+                    raise
+                others = {}
             runs = {claim.run for claim in others.values()}
-            if runs != told and others:
+            if runs - told:
                 told = runs
                 tell(others)
             stop.wait(LOOK_S)

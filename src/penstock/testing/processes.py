@@ -75,7 +75,7 @@ class SparkProcess:
 
     def _members(self, victim: Victim) -> list[int]:
         found = []
-        for pid, command in _processes(self.process.pid):
+        for pid, command in processes_of(self.process.pid):
             is_java = "org.apache.spark.deploy.SparkSubmit" in command
             is_worker = "penstock.spark.daemon" in command or "pyspark" in command
             if (is_java and victim == "jvm") or (is_worker and not is_java and victim == "worker"):
@@ -85,14 +85,14 @@ class SparkProcess:
     def cpu_s(self) -> dict[int, float]:
         """The seconds of processor time that it and each process it started have taken."""
         taken = {}
-        for pid in (self.process.pid, *(pid for pid, _ in _processes(self.process.pid))):
+        for pid in (self.process.pid, *(pid for pid, _ in processes_of(self.process.pid))):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 taken[pid] = cpu_s(pid)
         return taken
 
     def kill_all(self) -> None:
         """End everything, the hard way."""
-        for pid, _ in _processes(self.process.pid):
+        for pid, _ in processes_of(self.process.pid):
             _try_kill(pid)
         _try_kill(self.process.pid)
         self.process.wait(30)
@@ -134,7 +134,7 @@ def _try_kill(pid: int) -> None:
         return
 
 
-def _processes(session: int) -> list[tuple[int, str]]:
+def processes_of(session: int) -> list[tuple[int, str]]:
     """The processes of a session with their command lines, its leader left out."""
     found = []
     for folder in Path("/proc").iterdir():
