@@ -19,7 +19,7 @@ $(READY): pyproject.toml
 
 setup: $(READY) ## Make the virtual environment.
 
-prepared: $(READY) # Spark starts in half the time; see docs/running.md
+prepared: $(READY) # Spark starts sooner; see docs/running.md
 	@$(RUN)/python -c 'from penstock.spark import java; assert java.archive().exists()' 2> /dev/null || \
 	  $(RUN)/penstock prepare || true
 

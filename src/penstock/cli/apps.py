@@ -357,7 +357,7 @@ def _made_by(loaded: App, definition: Definition, output: Output) -> tuple[str, 
 
 
 def prepare(json: JsonOption = False) -> None:
-    """Let Spark start sooner: about half its time goes into loading classes.
+    """Let Spark start sooner: a third of its time goes into loading classes.
 
     Java keeps them in a file of some 170 MB in the user's cache, for this version of Java and of
     Spark. Takes about half a minute, once.

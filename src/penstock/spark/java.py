@@ -1,6 +1,6 @@
 """The Java that Spark runs on: where it is, and an archive of classes that lets it start sooner.
 
-Loading and checking classes is half of what a start of Spark costs. Java can keep them as they
+Loading and checking classes is a third of what a start of Spark costs. Java can keep them as they
 are in memory, in a file of some 150 MB (class data sharing): `penstock prepare` makes it, for one
 Java and one Spark. A file that does not fit any more is ignored by Java itself.
 """
