@@ -217,9 +217,11 @@ class Program:
 
     def started(self, tasks: int, failpoint: str = "") -> SparkProcess:
         self.reached.unlink(missing_ok=True)
-        armed = {ENVIRONMENT: failpoint, REACHED: str(self.reached)} if failpoint else {}
+        environment = {"PYSPARK_PYTHON": sys.executable}
+        if failpoint:
+            environment |= {ENVIRONMENT: failpoint, REACHED: str(self.reached)}
         command = [*PROGRAM, *self._given, str(tasks)]
-        return SparkProcess(command, environment=armed, output=self.output)
+        return SparkProcess(command, environment=environment, output=self.output)
 
     def told(self) -> str:
         return self.output.read_text()[-3000:]
