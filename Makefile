@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Tests wait for servers and timers half of their time.
+PROCESSES ?= 3
 
 .PHONY: help setup tools prepared demo kafka test quick soak check format rows bench clean
 
@@ -36,9 +38,9 @@ tools: ## Install what tests use: kcat, Redis and PostgreSQL (Debian, as root).
 	    --no-install-recommends kcat redis-server postgresql > /dev/null; }
 
 test: $(READY) tools prepared ## Run all tests (what CI runs).
-	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile --no-loadscope-reorder
+	$(RUN)/python -m pytest -m 'not soak' -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-quick: $(READY) ## Run the tests that need neither Spark nor servers: two minutes.
+quick: $(READY) ## Run the tests that need neither Spark nor servers: a minute.
 	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/property \
 	  tests/contract/test_embedded.py tests/app/test_declaring.py tests/connect/test_wire.py
 

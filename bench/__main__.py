@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from bench import connect, embedded, kafka, spark, starting, streaming
+from bench import connect, embedded, groups, kafka, spark, starting, streaming
 from bench.plot import plot
 from bench.result import Result, environment
 
 BENCHMARKS = {
     **embedded.BENCHMARKS, **spark.BENCHMARKS, **streaming.BENCHMARKS, **kafka.BENCHMARKS,
-    **connect.BENCHMARKS, **starting.BENCHMARKS,
+    **connect.BENCHMARKS, **groups.BENCHMARKS, **starting.BENCHMARKS,
 }  # fmt: skip
 DOCS = Path(__file__).parents[1] / "docs"
 MARKS = ("<!-- results: begin -->", "<!-- results: end -->")

@@ -13,12 +13,12 @@ import pyarrow as pa
 
 import penstock
 from bench.result import Result
-from penstock.connect.delivery import Delivery
-from penstock.connect.dial import DialOptions
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.push import Target
-from penstock.connect.registry import records
-from penstock.connect.source import END, Source, SourceConnector
+from penstock.connect.clients.source import END, Source, SourceConnector
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.registry import records
+from penstock.connect.push.delivery import Delivery
+from penstock.connect.push.remote import RemoteSink
+from penstock.connect.push.worker import DialOptions
 
 BYTES = 100
 WANTED = 100_000
@@ -93,7 +93,7 @@ def deliver(folder: Path, quick: bool) -> list[Result]:
         try:
             assert sink.stdout is not None
             address = sink.stdout.readline().split()[-1]
-            target = Target("bench", address, 2, DialOptions(), "")
+            target = RemoteSink("bench", address, 2, DialOptions(), "")
             began = time.monotonic()
             delivered = Delivery(log, target, "raw", "stream").deliver()
             took_s = time.monotonic() - began

@@ -19,8 +19,8 @@ import penstock
 from bench.result import Result, in_turns, seconds
 from penstock.log.api import Commit, Log
 from penstock.log.batch import decode_blob
-from penstock.log.compose import Composer, EventOptions
 from penstock.log.sqlite.connection import PAGE_BYTES
+from penstock.log.writing.compose import Composer, EventOptions
 
 ROWS = 65_536
 

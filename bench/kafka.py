@@ -18,15 +18,15 @@ import penstock
 from bench.embedded import ROWS, Order, typed_rows
 from bench.result import Result, in_turns, seconds
 from bench.spark import agent_latency, query_latency, session
-from penstock.app.plan import plan
-from penstock.app.positions import Run
-from penstock.app.query import Query, QueryLimits
-from penstock.app.runner import make_streams
-from penstock.log.compose import Composer
+from penstock.app.declaring.plan import plan
+from penstock.app.running.positions import AppRun
+from penstock.app.running.query import Query, QueryLimits
+from penstock.app.running.streams import make_streams
 from penstock.log.kafka.messages import Headers, encode
+from penstock.log.writing.compose import Composer
 from penstock.spark.backend import SparkBackend
 from penstock.spark.session import close_session
-from penstock.testing.brokers import Brokers, fetched
+from penstock.testing.brokers import Brokers, fetch
 
 Message = tuple[bytes | None, bytes | None, Headers]
 PARTITIONS = 2
@@ -225,7 +225,7 @@ def _derived_latency(log: penstock.Log, count: int) -> tuple[float, float]:
 
     def is_there(key: str) -> bool:
         del key  # one at a time
-        log.wait("copies", at, 0.05)
+        log.wait({"copies": at}, 0.05)
         seen = 0
         for partition, start in list(at.items()):
             for batch in log.read("copies", partition, start):
@@ -240,7 +240,7 @@ def copying(folder: Path, quick: bool) -> list[Result]:
     """Log → Spark → log through a derived stream, on both engines, beside Spark's own."""
     count, rows = (12, 200_000) if quick else (80, 1_000_000)
     data = [typed_rows(seed=n) for n in range(4)]
-    jars = fetched(PEER / "pom.xml", "spark-kafka")
+    jars = fetch(PEER / "pom.xml", "spark-kafka")
     rates: dict[str, float] = {}
     with Brokers(1, folder / "kafka") as brokers:
         for name, url in (("embedded", str(folder / "log.db")), ("kafka", f"{brokers.url}/bench")):
@@ -284,7 +284,7 @@ def copier() -> penstock.App:
 
 def _query(log: penstock.Log, app: penstock.App, rows: int) -> Query:
     backend = SparkBackend(session(), Path(), limits=QueryLimits(batch_rows_max=rows, tasks=2))
-    query = backend.frames(log, Run(app.name, "bench"), plan(app).definitions[0])
+    query = backend.frames(log, AppRun(app.name, "bench"), plan(app).definitions[0])
     assert isinstance(query, Query)
     return query
 

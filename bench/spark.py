@@ -19,15 +19,16 @@ import penstock
 from bench.embedded import Order, typed_rows
 from bench.result import Result, in_turns, seconds
 from penstock import Entry
-from penstock.app.definitions import Agent
-from penstock.app.plan import plan
-from penstock.app.positions import Run
-from penstock.app.query import Query, QueryLimits
-from penstock.app.runner import make_streams, work_of
-from penstock.app.step import Step
-from penstock.app.takeover import claimed_groups
+from penstock.app.declaring.definitions import Agent
+from penstock.app.declaring.plan import plan
+from penstock.app.running.batches import BatchReport
+from penstock.app.running.building import claim_groups
+from penstock.app.running.kinds import kind_of
+from penstock.app.running.positions import AppRun
+from penstock.app.running.query import Query, QueryLimits
+from penstock.app.running.streams import make_streams
 from penstock.log.api import Log
-from penstock.log.compose import Composer
+from penstock.log.writing.compose import Composer
 from penstock.spark.backend import SparkBackend
 from penstock.spark.executor import SparkExecutor
 from penstock.spark.session import open_session
@@ -264,7 +265,7 @@ def run_app(
     """The rates of an app's batches: one definition over all there is, from the start."""
     backend = SparkBackend(spark, checkpoints, limits=QueryLimits(batch_rows_max=rows))
     make_streams(log, plan(app))
-    query = backend.frames(log, Run(f"bench{time.time_ns()}", "bench"), app.definitions[name])
+    query = backend.frames(log, AppRun(f"bench{time.time_ns()}", "bench"), app.definitions[name])
     if isinstance(query, Query):
         query.start()
         return settled([step.rows_in / step.took_s for step in all_steps(query)])
@@ -323,15 +324,15 @@ def totals_query(spark: SparkSession, log: Log) -> Query:
     agent = app.definitions["add_up"]
     assert isinstance(agent, Agent)
     make_streams(log, plan(app))
-    run = Run(app.name, "bench")
-    claimed_groups(log, run, [agent])
-    executor = SparkExecutor(spark, log.url, {}, [work_of(app.name, agent)])
+    run = AppRun(app.name, "bench")
+    claim_groups(log, run, [agent])
+    executor = SparkExecutor(spark, log.url, {}, [kind_of(agent).make_work(app.name, agent)])
     query = Query(log, run, [agent], executor, limits=QueryLimits(batch_rows_max=400_000))
     query.start()
     return query
 
 
-def all_steps(query: Query) -> list[Step]:
+def all_steps(query: Query) -> list[BatchReport]:
     found = []
     while (step := query.step()) is not None:
         found.append(step)

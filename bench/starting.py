@@ -17,7 +17,7 @@ from pathlib import Path
 import penstock
 from bench.result import Result, in_turns
 from penstock.spark import java
-from penstock.spark.preparing import Item, prepare, sample
+from penstock.spark.preparing import SampleItem, prepare, sample
 from penstock.spark.running import running
 
 ROUNDS = 3
@@ -78,7 +78,7 @@ def main(place: str, since: str) -> None:
             marks.append(time.time())
             with penstock.Producer(log) as producer:
                 for n in range(10):
-                    producer.send("items", Item(f"n{n}", n))
+                    producer.send("items", SampleItem(f"n{n}", n))
             runner.until_idle(300)
             marks.append(time.time())
     marks.append(time.time())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +13,7 @@ import pyarrow.parquet as pq
 
 import penstock
 from bench.nexmark import QUERIES, RECORDS, WATERMARK_US, Generator, fill, nexmark_app
+from bench.peer import run_job
 from bench.result import Result
 from bench.spark import (
     Data,
@@ -28,12 +26,9 @@ from bench.spark import (
     session,
     sum_app,
 )
-from penstock.app.plan import plan
-from penstock.app.runner import make_streams
+from penstock.app.declaring.plan import plan
+from penstock.app.running.streams import make_streams
 from penstock.testing.processes import RunnerProcess
-
-PEERS = Path(__file__).parent / "peers"
-VENVS = Path(".work") / "peers"
 
 
 def nexmark(folder: Path, quick: bool) -> list[Result]:
@@ -99,7 +94,7 @@ def peers(folder: Path, quick: bool) -> list[Result]:
             data.log.apply([penstock.DropStream("out")])
         found = statistics.median(mine)
         for peer in ("bytewax", "pathway"):
-            took = run_peer(peer, what, files[peer], folder / f"{peer}-{what}")
+            took = run_job(peer, what, str(files[peer]), str(folder / f"{peer}-{what}"))
             title = "running sum per key" if what == "sum" else "10-second tumbling count"
             results.append(
                 Result(
@@ -127,26 +122,6 @@ def write_files(folder: Path, count: int) -> Mapping[str, Path]:
         part = part.set_column(part.schema.get_field_index("at"), "at", times)
         pyarrow.csv.write_csv(part, places["pathway"] / f"{number}.csv")
     return places
-
-
-def run_peer(peer: str, what: str, files: Path, state: Path) -> float:
-    """The seconds that a peer takes, by its own clock, starting left out."""
-    python = VENVS / peer / "bin" / "python"
-    # Spark's workers are told where our packages are; a peer has its own.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment["PATHWAY_THREADS"] = "2"
-    if not python.exists():
-        print(f"  setting up {peer} …", file=sys.stderr, flush=True)
-        subprocess.run(
-            [sys.executable, "-m", "venv", str(VENVS / peer)], check=True, env=environment
-        )
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, "-r", str(PEERS / f"{peer}.txt")], check=True, env=environment)
-    job = [str(python), str(PEERS / f"{peer}_job.py"), what, str(files), str(state)]
-    done = subprocess.run(
-        job, check=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    return float(done.stdout.split()[-1])
 
 
 def idle(folder: Path, quick: bool) -> list[Result]:

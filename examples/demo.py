@@ -1,4 +1,4 @@
-"""The demo: the shop of `shop.py` under load, killed with -9 half-way, and checked to the cent.
+"""The demo: the shop of `shop.py` under load, killed with -9 halfway, and checked to the cent.
 
 make demo
 """
@@ -24,9 +24,9 @@ from rich.live import Live
 from rich.table import Table as Grid
 
 import penstock
-from penstock.app.plan import plan
-from penstock.app.reports import agent_rows
-from penstock.app.runner import make_streams
+from penstock.app.declaring.plan import plan
+from penstock.app.running.reports import agent_rows
+from penstock.app.running.streams import make_streams
 
 SECONDS = 3
 ITEMS = ("tea", "milk", "jam", "bread", "honey", "salt")
@@ -34,7 +34,7 @@ console = Console(highlight=False)
 
 
 class Customers(threading.Thread):
-    """Orders things, in bursts; knows what they ordered."""
+    """Customers who order in bursts; remembers what they ordered."""
 
     def __init__(self, log: penstock.Log) -> None:
         super().__init__(daemon=True)
@@ -69,7 +69,7 @@ def entries(log: penstock.Log, table: str) -> dict[str, Any]:
 
 
 def view(log: penstock.Log, said: str) -> Group:
-    """Streams, tables and agents, as they are this moment."""
+    """The current state of streams, tables and agents."""
     streams = Grid("stream", "events", box=None, header_style="bold cyan")
     for stream in log.streams():
         if stream.name.namespace != "_system":
@@ -93,7 +93,7 @@ def view(log: penstock.Log, said: str) -> Group:
 def watch(
     log: penstock.Log, live: Live | None, said: str, until: Callable[[], bool], seconds: float
 ) -> None:
-    """Show what happens until something has, and for so long after it."""
+    """Show what happens until the condition holds, and for some seconds after that."""
     if live is None:
         console.print(said)
     give_up = time.monotonic() + 120
@@ -121,7 +121,7 @@ def is_done(log: penstock.Log) -> bool:
 
 
 def check(log: penstock.Log, sent: list[Order]) -> bool:
-    """Everything that was sent, counted once by every definition, to the cent."""
+    """Check that every definition has counted everything sent exactly once, to the cent."""
     amount = sum(order.amount for order in sent)
     totals, sales = entries(log, "totals"), entries(log, "sales")
     big = [order.id for order in sent if order.amount >= 80]
@@ -154,19 +154,19 @@ def main() -> int:
             live.start()
         try:
             customers.start()
-            said = "customers order; a shop on Spark starts to handle it …"
+            said = "customers place orders; a shop on Spark starts to handle them …"
             watch(log, live, said, lambda: works(log), SECONDS)
             runner.send_signal(signal.SIGKILL)
             runner.wait()
-            said = "kill -9: nobody handles orders, customers go on …"
+            said = "kill -9: nothing handles the orders, but customers keep ordering …"
             watch(log, live, said, lambda: True, 2)
             runner = start(path)
             before = positions(log)
-            said = "started again; it goes on where it was …"
+            said = "restarted; it continues where it stopped …"
             watch(log, live, said, lambda: positions(log) > before, SECONDS)
             customers.stopped.set()
             customers.join()
-            said = "the shop is closed; what is left is handled …"
+            said = "the shop is closed; the remaining orders are handled …"
             watch(log, live, said, lambda: is_done(log), 0.5)
             runner.send_signal(signal.SIGTERM)
             runner.wait(60)

@@ -1,4 +1,4 @@
-"""Fraud alert: cards that spend too much within a minute, and payments that came too late.
+"""Fraud alert: cards that spend too much within a minute, and payments that arrived too late.
 
     python examples/fraud.py
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
+from pyspark.sql import functions as F  # noqa: N812  the usual name
 
 import penstock
 from penstock.spark import running
@@ -59,7 +59,7 @@ def main() -> None:
                 producer.send("payments", sent)
             producer.flush()
             runner.until_idle(120)
-            # Another card's payment moves the time on, and the minute is closed.
+            # A later payment of another card advances the watermark, and closes the minute.
             producer.send("payments", payment(8, 1, 180))
             producer.flush()
             runner.until_idle(120)

@@ -1,4 +1,4 @@
-"""Page views: visitors of each page per hour, kept by an agent; views per user, by Spark.
+"""Page views: visitors of each page per hour, counted by an agent; views per user, by Spark.
 
     python examples/page_views.py
 

@@ -2,8 +2,8 @@
 
     penstock run examples/shop.py
 
-Orders come in; large ones are picked out, every user's spending is summed up, and whoever
-buys something for the first time is greeted.
+Orders come in. Large ones are selected, the spending of every user is added up, and a user who buys
+an item for the first time is greeted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Annotated
 
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
+from pyspark.sql import functions as F  # noqa: N812  the usual name
 
 import penstock
 from penstock import Entry

@@ -1,4 +1,4 @@
-"""Subscribe and publish: a table of sets, and a changelog that tells what was done to them.
+"""Subscribe and publish: a table of sets, and a changelog that records each change to them.
 
     python examples/subscribe.py
 

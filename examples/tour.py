@@ -1,6 +1,6 @@
 """A short tour of the log: streams, a transaction, a table, and a kill -9 in the middle.
 
-Run it with `make demo`. It works in a temporary folder and leaves nothing behind.
+Run it with `python examples/tour.py`. It works in a temporary folder and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def order(number: int) -> Order:
 
 
 def shop(path: str, start: int) -> None:
-    """The process that is killed: sends orders and says which are safe."""
+    """The process that is killed: sends orders and reports which are safe."""
     with penstock.open(path) as log, penstock.Producer(log) as producer:
         for number in range(start, EVENTS):
             producer.send("orders", order(number), id=number)
@@ -52,7 +52,7 @@ def shop(path: str, start: int) -> None:
 
 
 def run_shop(path: Path, start: int, kill_at: int | None) -> int:
-    """Run it; returns the last order that it said was safe."""
+    """Run the shop; returns the last order that it reported as safe."""
     command = [sys.executable, __file__, str(path), str(start)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None  # noqa: S101  asked for above
@@ -91,10 +91,10 @@ def main() -> int:
             log.apply([penstock.CreateStream(orders), penstock.CreateStream(spend)])
 
         console.print(
-            f"[bold]2.[/] A shop sends {EVENTS:,} orders. Half-way it is killed with -9 …"
+            f"[bold]2.[/] A shop sends {EVENTS:,} orders. Halfway through, it is killed with -9 …"
         )
         safe = run_shop(path, 0, kill_at=EVENTS // 2)
-        console.print(f"   … after it heard that everything up to order {safe:,} is safe.")
+        console.print(f"   … after it learned that everything up to order {safe:,} is safe.")
         console.print("[bold]3.[/] It starts again a little earlier, to be sure; ids drop repeats.")
         run_shop(path, max(0, safe - 5000), kill_at=None)
 

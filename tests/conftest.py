@@ -35,10 +35,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    "fault/test_exactly_once.py", "kafka/test_exactly_once.py", "spark/test_pushing.py",
-    "spark/test_readme.py", "cli/test_apps.py", "kafka/test_cluster.py", "connect/test_push.py",
-    "kafka/test_spark_cluster.py", "spark/test_declarative.py",
-)  # fmt: skip
+    "kafka/test_kills.py",
+    "kafka/test_exactly_once.py",
+    "spark/test_pushing.py",
+    "spark/test_apps.py",
+    "fault/test_exactly_once.py",
+    "kafka/test_cluster.py",
+    "groups/test_kills.py",
+    "connect/test_push.py",
+    "kafka/test_spark_cluster.py",
+    "spark/test_readme.py",
+    "kafka/test_connectors.py",
+    "cli/test_apps.py",
+    "spark/test_declarative.py",
+    "spark/test_refusals.py",
+    "spark/test_nexmark.py",
+    "spark/test_examples.py",
+    "spark/test_standby.py",
+)
 """Files that take a minute or more each."""
 
 

@@ -2,7 +2,7 @@
 
     page = Page(ROOT / "docs" / "connectors.md")
     page.replace("127.0.0.1:6067", address)      # where the test listens
-    page.run("Sources > Writing one", serve_forever=stop.wait)
+    page.run("Sources > Writing a source", serve_forever=stop.wait)
     page.check_all_ran()
 
 The blocks of a section see what its earlier blocks defined, and the names that a test gives. A

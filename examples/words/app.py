@@ -1,10 +1,11 @@
-"""Counts words that come from elsewhere, and tells the counts elsewhere.
+"""Counts words that another program sends, and passes the counts to a third one.
 
     penstock run examples/words/app.py
     python examples/words/redis_subscriber.py redis://localhost/0 texts    # or kafka_consumer.py
     python examples/words/redis_publisher.py redis://localhost/0 counts    # or kafka_producer.py
 
-The app does not know which. Each of them can be stopped, killed and started again at any time.
+The app does not know which programs these are. Each of them can be stopped, killed and restarted at
+any time.
 """
 
 from __future__ import annotations

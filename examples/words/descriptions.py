@@ -1,4 +1,4 @@
-"""The streams that this app shares with programs beside it: what both halves agree about."""
+"""The streams that this app shares with other programs: what both halves agree on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feeds the app with a topic of Kafka: each message once, whoever is killed.
+"""Feeds the app from a Kafka topic: each message once, whichever process is killed.
 
 python examples/words/kafka_consumer.py localhost:9092 texts
 """
@@ -12,7 +12,7 @@ from descriptions import Text, Texts
 
 
 def main(servers: str, topic: str) -> None:
-    # Where to go on is what the app has safe, so the group's own positions are not asked.
+    # What the app has stored says where to continue, so the group's own positions are not used.
     settings = {"group.id": "words", "auto.offset.reset": "error"}
     consumer = Consumer({"bootstrap.servers": servers, **settings})
     partitions = consumer.list_topics(topic, 10).topics[topic].partitions

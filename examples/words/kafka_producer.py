@@ -1,4 +1,4 @@
-"""Writes the app's counts to a topic of Kafka.
+"""Writes the app's counts to a Kafka topic.
 
 python examples/words/kafka_producer.py localhost:9092 counts
 """
@@ -12,7 +12,7 @@ from descriptions import Counts
 
 
 def check(error: KafkaError | None, message: Message) -> None:  # noqa: ARG001  as Kafka calls it
-    """A count that Kafka did not take was not told: the next start tells it again."""
+    """Raise if Kafka did not accept a count: after a restart, it is written again."""
     if error is not None:
         raise KafkaException(error)
 

@@ -1,4 +1,4 @@
-"""Publishes the app's counts on a channel of Redis.
+"""Publishes the app's counts on a Redis channel.
 
 python examples/words/redis_publisher.py redis://localhost/0 counts
 """

@@ -1,4 +1,4 @@
-"""Feeds the app with what is published on a channel of Redis.
+"""Feeds the app with what is published on a Redis channel.
 
 python examples/words/redis_subscriber.py redis://localhost/0 texts
 """

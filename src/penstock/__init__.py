@@ -35,10 +35,14 @@ from penstock.app import (
     window_key,
 )
 from penstock.errors import PenstockError
+from penstock.groups.group import Group
+from penstock.groups.messages import GroupMessage
+from penstock.groups.outcomes import GroupRules
+from penstock.groups.transactions import GroupTransaction
 from penstock.log import open_log as open  # noqa: A004  penstock.open reads as it should
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Limits, Log, Pin
 from penstock.log.batch import Batch
-from penstock.log.objects import (
+from penstock.log.declaring.objects import (
     AlterStream,
     CreateNamespace,
     CreateStream,
@@ -49,9 +53,10 @@ from penstock.log.objects import (
     StreamSpec,
     declare,
 )
-from penstock.log.read import ReadOptions, read_batches, read_changes, read_events
-from penstock.log.table import Table
-from penstock.log.transaction import Transaction
+from penstock.log.reading.read import ReadOptions, read_batches, read_changes, read_events
+from penstock.log.reading.table import Table
+from penstock.log.writing.pool import TransactionPool
+from penstock.log.writing.transaction import Transaction
 from penstock.producer import Place, Producer, ProducerOptions
 from penstock.records import Digits, Event, Record
 
@@ -77,6 +82,10 @@ __all__ = [
     "Emit",
     "Entry",
     "Event",
+    "Group",
+    "GroupMessage",
+    "GroupRules",
+    "GroupTransaction",
     "GrowStream",
     "Holder",
     "Limits",
@@ -95,6 +104,7 @@ __all__ = [
     "Table",
     "TableView",
     "Transaction",
+    "TransactionPool",
     "WindowedEntry",
     "declare",
     "hopping",

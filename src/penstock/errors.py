@@ -33,7 +33,7 @@ class BadNameError(UsageError):
 
 
 class RecordError(UsageError):
-    """A record class or a value does not fit."""
+    """A record class or a value is not valid."""
 
     code = "bad_record"
 
@@ -57,19 +57,19 @@ class UnknownObjectError(UsageError):
 
 
 class ObjectExistsError(UsageError):
-    """An object of this name exists already."""
+    """An object with this name already exists."""
 
     code = "object_exists"
 
 
 class EvolutionError(UsageError):
-    """The change of the record is not allowed."""
+    """The change to the record is not allowed."""
 
     code = "evolution"
 
 
 class DestructiveChangeError(UsageError):
-    """The change would destroy data and was not allowed to."""
+    """The change would destroy data, and no permission to do so was given."""
 
     code = "destructive"
 
@@ -78,6 +78,12 @@ class TransactionStateError(UsageError):
     """The transaction is not in a state that allows this."""
 
     code = "transaction_state"
+
+
+class ConflictError(UsageError):
+    """An entry has changed since it was read; nothing was written."""
+
+    code = "conflict"
 
 
 class ClosedError(UsageError):
@@ -93,33 +99,48 @@ class AppError(UsageError):
 
 
 class PlanChangedError(UsageError):
-    """What runs now does not fit what ran before: its state or its checkpoint."""
+    """The definition does not match the state or checkpoint of earlier runs."""
 
     code = "plan_changed"
 
 
 class QueryFailedError(PenstockError):
-    """A query of an app failed, and was given up after its last try."""
+    """A query of an app failed and will not be retried any more."""
 
     code = "query_failed"
 
 
 class SparkGoneError(PenstockError):
-    """Spark itself has died; only a new process can start it again."""
+    """Spark itself has terminated; it can be started again only in a new process."""
 
     code = "spark_gone"
 
 
 class FencedError(PenstockError):
-    """Another holder has opened this producer; this one may write no more."""
+    """Another holder has opened this producer; this one can no longer write."""
 
     code = "fenced"
 
 
 class ClaimLostError(FencedError):
-    """Somebody else does now what this run did; this one ends."""
+    """Another run has taken over from this one; this run ends."""
 
     code = "claim_lost"
+
+
+class GroupBusyError(PenstockError):
+    """A group is coordinated by another process."""
+
+    code = "group_busy"
+    retriable = True
+
+
+class LeaseLostError(PenstockError):
+    """The message is no longer yours: its lease has expired, or it was given back. It has been, or
+    will be, delivered again.
+    """
+
+    code = "lease_lost"
 
 
 class SequenceError(PenstockError):
@@ -129,13 +150,13 @@ class SequenceError(PenstockError):
 
 
 class PieceError(PenstockError):
-    """A staged piece is not there."""
+    """A staged piece does not exist."""
 
     code = "piece"
 
 
 class CommitOutcomeUnknownError(PenstockError):
-    """The commit may or may not have happened; commit again under the same name to find out."""
+    """The commit may or may not have happened; repeat it under the same name to find out."""
 
     code = "outcome_unknown"
     retriable = True
@@ -169,7 +190,7 @@ class LogIOError(LogError):
 
 
 class LogReadOnlyError(LogError):
-    """The log cannot be written here."""
+    """The log cannot be written to from here."""
 
     code = "log_read_only"
 
@@ -188,13 +209,13 @@ class LogUnreachableError(LogError):
 
 
 class LogAccessError(LogError):
-    """The log's servers do not let this client in."""
+    """The log's servers deny access to this client."""
 
     code = "log_access"
 
 
 class OffsetGoneError(PenstockError):
-    """Retention has removed the wanted offsets."""
+    """The requested offsets have been removed by retention."""
 
     code = "offset_gone"
 
@@ -213,8 +234,8 @@ class DamagedError(PenstockError):
     """Stored data is damaged.
 
     `first_offset` and `last_offset` are the range that cannot be read;
-    reading may go on at `last_offset + 1`. `key` and `data` are what is stored there, where it
-    is one message of a foreign client.
+    reading can continue at `last_offset + 1`. If the range is a single message written by a
+    foreign client, `key` and `data` are its contents.
     """
 
     code = "damaged"
@@ -254,9 +275,9 @@ class DeliveryTimeoutError(PenstockError):
 
 
 class ProtocolError(PenstockError):
-    """A peer sent what the connector protocol does not have, or not there.
+    """A peer sent something that the connector protocol does not allow, or not at this point.
 
-    `frames` are those that came before it in the same bytes.
+    `frames` are the valid frames that preceded it in the same bytes.
     """
 
     code = "protocol"
@@ -264,7 +285,7 @@ class ProtocolError(PenstockError):
 
 
 class ConnectorError(PenstockError):
-    """A connector cannot go on: the other side refuses it."""
+    """A connector cannot continue: the other side refuses it."""
 
     code = "connector"
 
@@ -276,8 +297,27 @@ class SinkGoneError(ConnectorError):
     retriable = True
 
 
+class RowsRefusedError(ConnectorError):
+    """A sink votes against a transaction and names the messages that its target can never accept.
+
+    `refusals` holds the number of each such message in the transaction, with the reason.
+    """
+
+    code = "rows_refused"
+
+    def __init__(self, message: str, refusals: Sequence[tuple[int, str]] = ()) -> None:
+        super().__init__(message)
+        self.refusals = tuple(refusals)
+
+
+class MarkMovedError(ConnectorError):
+    """A target's mark is not where the sink's host expected it: someone else has moved it."""
+
+    code = "mark_moved"
+
+
 class OutboxError(PenstockError):
-    """What is in an outbox cannot be published."""
+    """The contents of an outbox cannot be published."""
 
     code = "outbox"
 
@@ -290,7 +330,7 @@ class DatabaseGoneError(OutboxError):
 
 
 class ConnectorTimeoutError(ConnectorError):
-    """What a connector sent was not safe in time; it may be yet."""
+    """Messages that a connector sent were not safe in time; they may still become so."""
 
     code = "connector_timeout"
     retriable = True

@@ -47,18 +47,23 @@ NAMES: tuple[str, ...] = (
 #: of programs beside the log
 CONNECTOR_NAMES: tuple[str, ...] = (
     "sink.append",
-    "sink.flush",
     "sink.vote",
     "sink.voted",
     "sink.resolve",
     "sink.resolved",
+    "sink.apply",
+    "sink.applied",
+    "sink.buried",
     "push.voted",
     "push.decided",
     "push.told",
+    "push.again",
     "outbox.read",
     "outbox.published",
     "outbox.deleted",
     "outbox.committed",
+    "group.save",
+    "group.saved",
 )
 ENVIRONMENT = "PENSTOCK_FAILPOINTS"
 REACHED = "PENSTOCK_FAILPOINT_REACHED"

@@ -1,16 +1,16 @@
-"""Events written in a database's own transaction, and published from there, each once.
+"""Events written in a database transaction and published from there, each exactly once.
 
     with psycopg.connect(database) as connection:     # or one of SQLAlchemy, or sqlite3
         connection.execute("UPDATE accounts …")
         outbox.add(connection, "payments", Payment(user="ada", amount=5))
 
-The row commits or rolls back with everything else. A relay reads rows, appends them to the log
-under their number, and deletes them. Killed in between, it does so again: a stream with
-ids="producer" holds each number once.
+The row commits or rolls back with the rest of the transaction. A relay reads rows, appends them
+to the log under their number, and deletes them. If it is killed in between, it repeats this: a
+stream with ids="producer" holds each number only once.
 
-Numbers are given when a row is added, so they may commit in another order; the relay asks for
-what is there, never for what comes after a number. In strict mode a transaction waits for the
-one before it, so that numbers, and with them the stream, have the order of the commits.
+Numbers are assigned when a row is added, so rows may commit in another order; the relay reads
+all rows that exist, never only those after some number. In strict mode a transaction waits for
+the one before it, so that numbers, and therefore the stream, are in commit order.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from penstock.errors import (
 )
 from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Log
-from penstock.log.commit import commit_surely, next_sequence
-from penstock.log.compose import Composer, EventOptions, Outgoing
-from penstock.log.objects import Stream
-from penstock.log.statements import statements
+from penstock.log.declaring.objects import Stream
+from penstock.log.writing.commit import commit_surely, next_sequence
+from penstock.log.writing.compose import Composer, EventOptions, Outgoing
 from penstock.patience import Patience
 from penstock.postgresql import parse_address, refusal_of
 from penstock.records.event import Key, from_microseconds, key_bytes, microseconds, now_us
+from penstock.resources import statements
 
 BATCH_ROWS_MAX = 1000
 POLL_S = 0.1
 CLAIM_TRIES_MAX = 20
 Connection = Any
-"""A connection of sqlite3 or psycopg, or a Connection or Session of SQLAlchemy."""
+"""An sqlite3 or psycopg connection, or an SQLAlchemy Connection or Session."""
 Dialect = Literal["sqlite", "postgresql"]
 
 
-class Row(NamedTuple):
-    """An event that waits in the outbox."""
+class OutboxRow(NamedTuple):
+    """An event waiting in the outbox."""
 
     id: int
     stream: str
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def create(connection: Connection) -> None:
-    """Make the outbox in the user's database, if it is not there; commit is the caller's."""
+    """Create the outbox in the user's database unless it exists; the caller commits."""
     _run(connection, f"create_{dialect_of(connection)}")
     _run(connection, "create_origin")
     if not _rows(connection, "origin"):
@@ -88,13 +88,13 @@ def add(
     headers: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> int:
-    """Write an event into the transaction that is open on this connection; returns its number.
+    """Add an event to the transaction that is open on this connection; returns its number.
 
-    With `strict`, transactions that add events wait for each other, so that numbers have the
-    order of the commits. Whether the stream takes the data is found by the relay.
+    With `strict`, transactions that add events wait for each other, so that numbers are in
+    commit order. Whether the stream accepts the data is checked only by the relay.
     """
     dialect = dialect_of(connection)
-    kind, packed = _packed(data)
+    kind, packed = _pack(data)
     if strict and dialect == "postgresql":  # SQLite has one writer at a time
         _rows(connection, "wait_for_others")
     given = {
@@ -108,7 +108,7 @@ def add(
     return int(_rows(connection, "add", given)[0][0])
 
 
-def _packed(data: object) -> tuple[str, bytes]:
+def _pack(data: object) -> tuple[str, bytes]:
     if isinstance(data, bytes):
         return "bytes", data
     try:
@@ -123,11 +123,11 @@ def _packed(data: object) -> tuple[str, bytes]:
 
 
 @contextlib.contextmanager
-def connected(address: str, *, create: bool = True) -> Iterator[Connection]:
-    """A connection to the database at `sqlite:///path` or `postgresql://…`, for a block.
+def connect(address: str, *, create: bool = True) -> Iterator[Connection]:
+    """Open a connection to `sqlite:///path` or `postgresql://…` for the duration of a block.
 
-    A file of SQLite that is not there is made, unless `create` is false. Raises
-    `DatabaseGoneError` if the database cannot be reached, `OutboxError` if it refuses for good.
+    An SQLite file that does not exist is created, unless `create` is false. Raises
+    `DatabaseGoneError` if the database cannot be reached, `OutboxError` if it refuses permanently.
     """
     if address.startswith("sqlite:///"):
         path = address.removeprefix("sqlite:///")
@@ -154,26 +154,29 @@ def connected(address: str, *, create: bool = True) -> Iterator[Connection]:
         with contextlib.closing(found):
             yield found
     else:
-        # Not shown: whatever it is, there may be a password in it.
-        raise UsageError("the address is no database: write sqlite:///path or postgresql://…")
+        # Not shown: it may contain a password.
+        raise UsageError("not a valid database address: use sqlite:///path or postgresql://…")
 
 
 def dialect_of(connection: Connection) -> Dialect:
-    """Which database a connection is to."""
+    """Which kind of database a connection belongs to."""
     if isinstance(connection, sqlite3.Connection):
         return "sqlite"
     kind = type(connection)
     if kind.__module__.startswith("psycopg"):
         return "postgresql"
     if _is_sqlalchemy(connection):
-        name = str(connection.get_bind().dialect.name if hasattr(connection, "get_bind")
-                   else connection.dialect.name)  # fmt: skip
+        name = str(
+            connection.get_bind().dialect.name
+            if hasattr(connection, "get_bind")
+            else connection.dialect.name
+        )
         if name in ("sqlite", "postgresql"):
             return name  # type: ignore[return-value]
-        raise UsageError(f"the outbox knows SQLite and PostgreSQL, not {name}")
+        raise UsageError(f"the outbox supports SQLite and PostgreSQL, not {name}")
     raise UsageError(
-        f"{kind.__module__}.{kind.__qualname__} is no connection that the outbox knows: give one "
-        "of sqlite3 or psycopg, or a Connection or Session of SQLAlchemy"
+        f"{kind.__module__}.{kind.__qualname__} is not a connection that the outbox supports: pass "
+        "an sqlite3 or psycopg connection, or an SQLAlchemy Connection or Session"
     )
 
 
@@ -188,11 +191,11 @@ def _rows(
 
 
 def _run(connection: Connection, name: str, values: Mapping[str, object] | None = None) -> Any:
-    """Run a statement of outbox.sql, in whatever way the connection wants its values named."""
+    """Run a statement of outbox.sql, using the connection's own parameter style."""
     statement, given = _sql(name), dict(values or {})
     if isinstance(connection, sqlite3.Connection):
         cursor = connection.cursor()
-        cursor.row_factory = None  # the user's own may give anything
+        cursor.row_factory = None  # the user's own factory may return anything
         return cursor.execute(statement, given)
     if _is_sqlalchemy(connection):
         text = importlib.import_module("sqlalchemy").text
@@ -211,10 +214,10 @@ def _sql(name: str) -> str:
 
 
 class Relay:
-    """Publishes what is in an outbox; one at a time, a second one fences the first.
+    """Publishes the rows of an outbox. Only one relay works at a time: a second fences the first.
 
-    `connect` opens a connection to the database, as often as it is needed; `tell` hears that it is
-    away, and that it is back.
+    `connect` opens a connection to the database, and is called as often as one is needed. `tell`
+    is called when the database becomes unavailable, and when it is available again.
     """
 
     def __init__(
@@ -228,14 +231,14 @@ class Relay:
         self._connect = connect
         self._composer = Composer("outbox", log.limits)
         self._claimed: set[int] = set()
-        """The ids of streams that are this outbox's; a stream that is made anew has another."""
+        """Ids of the streams claimed by this outbox; a stream that is recreated has a new id."""
         self.published = 0
 
     def run(self, stop: threading.Event, backoff_s_max: float = 10.0) -> None:
-        """Go on until `stop` is set; a database that is away is waited for.
+        """Publish until `stop` is set; wait for the database while it cannot be reached.
 
-        Raises `OutboxError` for a row that its stream does not take, `FencedError` if another
-        relay has begun.
+        Raises `OutboxError` for a row that its stream does not accept, `FencedError` if another
+        relay has been started.
         """
         patience = Patience("the database", self._tell, POLL_S, backoff_s_max)
         while not stop.is_set():
@@ -243,7 +246,7 @@ class Relay:
             try:
                 with self._connect() as connection:
                     self._hold(connection)
-                    patience.answered()
+                    patience.note_answer()
                     while not stop.is_set():
                         if not self.step(connection):
                             stop.wait(POLL_S)
@@ -256,10 +259,10 @@ class Relay:
                 if not _is_away(error):
                     raise
                 why = error
-            stop.wait(patience.failed(why))
+            stop.wait(patience.note_failure(why))
 
     def drain(self) -> int:
-        """Publish everything that is there now; how many."""
+        """Publish everything that is in the outbox now; return the number of events."""
         done = 0
         with self._connect() as connection:
             self._hold(connection)
@@ -277,7 +280,7 @@ class Relay:
             origin = []
         if not origin:
             raise OutboxError(
-                "there is no outbox in this database: make it with `penstock outbox create`"
+                "this database has no outbox: create it with `penstock outbox create`"
             )
         self._origin = str(origin[0][0])
         self._claimed.clear()
@@ -286,10 +289,10 @@ class Relay:
         self._sequence = next_sequence(self._log, self._producer)
 
     def step(self, connection: Connection) -> int:
-        """Publish the next rows and delete them; how many there were.
+        """Publish the next rows and delete them; return how many there were.
 
-        1. Read rows; some may have been published and not deleted.
-        2. Append them: a stream drops the numbers that it holds.
+        1. Read rows; some may have been published already, but not deleted.
+        2. Append them: a stream drops the numbers that it already holds.
         3. Delete exactly these rows, and commit.
         """
         rows = self._waiting(connection)
@@ -310,18 +313,20 @@ class Relay:
         self.published += len(rows)
         return len(rows)
 
-    def _waiting(self, connection: Connection) -> list[Row]:
+    def _waiting(self, connection: Connection) -> list[OutboxRow]:
         found = _rows(connection, "waiting", {"rows": BATCH_ROWS_MAX})
         return [
-            Row(r[0], r[1], bytes(r[2]), r[3], None if r[4] is None else bytes(r[4]), r[5], r[6])
+            OutboxRow(
+                r[0], r[1], bytes(r[2]), r[3], None if r[4] is None else bytes(r[4]), r[5], r[6]
+            )
             for r in found
         ]
 
-    def _publish(self, stream: Stream, rows: Sequence[Row]) -> None:
+    def _publish(self, stream: Stream, rows: Sequence[OutboxRow]) -> None:
         if stream.spec.ids != "producer":
             raise OutboxError(
-                f"stream {stream.name} does not take ids from the producer, so what the relay "
-                "repeats would be there twice: create it with --ids producer"
+                f"stream {stream.name} does not accept ids from the producer, so events that the "
+                "relay repeats would be stored twice: create the stream with --ids producer"
             )
         if stream.id not in self._claimed:
             self._claim(stream)
@@ -331,10 +336,10 @@ class Relay:
         self._sequence += 1
 
     def _claim(self, stream: Stream) -> None:
-        """Have the stream for this outbox, for good: another's numbers would count as repeats.
+        """Claim the stream for this outbox permanently: another's numbers would count as repeats.
 
-        Of two that claim it at once, the one that holds its claim last decides; the other is
-        fenced and looks again. Raises `OutboxError` if another outbox has it.
+        If two outboxes claim it at the same time, the one that holds its claim last decides; the
+        other is fenced and looks again. Raises `OutboxError` if another outbox has the stream.
         """
         key = f"outbox/claim/{stream.id}"
         for _ in range(CLAIM_TRIES_MAX):
@@ -348,10 +353,12 @@ class Relay:
             with contextlib.suppress(FencedError):
                 sequence = next_sequence(self._log, key)
                 commit_surely(self._log, holder, sequence, Commit(progress=progress))
-        raise FencedError(f"other outboxes claim stream {stream.name} at the same time")
+        raise FencedError(
+            f"stream {stream.name} is being claimed by other outboxes at the same time: try again"
+        )
 
     def _has_claimed(self, stream: Stream, key: str) -> bool:
-        """Whether this outbox has the stream; `OutboxError` if another one has it."""
+        """Whether this outbox has the stream. Raises `OutboxError` if another one has it."""
         found = self._log.progress(key)
         own = self._origin.encode()
         if found is None:
@@ -362,29 +369,29 @@ class Relay:
             self._claimed.add(stream.id)
             return True
         raise OutboxError(
-            f"stream {stream.name} is fed by another outbox: its numbers would be taken for "
-            "repeats; give this one a stream of its own"
+            f"stream {stream.name} is fed by another outbox, so events of this one would be "
+            "mistaken for repeats: give this outbox a stream of its own"
         )
 
-    def _event(self, stream: Stream, row: Row) -> Outgoing:
+    def _event(self, stream: Stream, row: OutboxRow) -> Outgoing:
         try:
             return self._composer.admit(stream, _data(row), _options(stream, row))
         except (LogError, MemoryError):
             raise
-        except Exception as error:  # whatever is wrong with the row, it must be named
-            why = str(error) if isinstance(error, PenstockError) else _told(error)
+        except Exception as error:  # whatever the error, it must name the row
+            why = str(error) if isinstance(error, PenstockError) else _describe(error)
             raise OutboxError(
-                f"row {row.id} of the outbox does not fit stream {stream.name}: {why}; correct "
-                "or delete it, and start the relay again"
+                f"row {row.id} of the outbox is not valid for stream {stream.name}: {why}; correct "
+                "or delete the row, and restart the relay"
             ) from error
 
 
-def _data(row: Row) -> object:
+def _data(row: OutboxRow) -> object:
     return row.data if row.kind == "bytes" else msgspec.json.decode(row.data)
 
 
-def _options(stream: Stream, row: Row) -> EventOptions:
-    """What comes from a field of the data is not given twice."""
+def _options(stream: Stream, row: OutboxRow) -> EventOptions:
+    """The event's options, without those that the stream takes from a field of the data."""
     return EventOptions(
         key=row.key if stream.spec.key is None else None,
         id=row.id,
@@ -393,17 +400,17 @@ def _options(stream: Stream, row: Row) -> EventOptions:
     )
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _earlier_keys(stream: Stream) -> tuple[str, str]:
-    """Where earlier versions noted the outbox of a stream: under its name as rows gave it."""
+    """Keys under which earlier versions stored a stream's outbox: by its name as in the rows."""
     return f"outbox/stream/{stream.name}", f"outbox/stream/{'.'.join(stream.name)}"
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether a database's own error means that it cannot be reached now."""
+    """Whether an error raised by a database driver means that the database is unreachable now."""
     return any(
         kind.__name__ in ("OperationalError", "InterfaceError") for kind in type(error).__mro__
     )

@@ -1,4 +1,4 @@
-"""Waiting for a server that is away: longer each time, and saying so once."""
+"""Waiting for an unavailable server: longer each time, and reporting it once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BACKOFF_S_MAX = 5.0
 
 
 class Patience:
-    """When `what` may be asked again: soon if all is well, later each time it is away.
+    """When to try `what` again: soon if all is well, later each time it is unavailable.
 
-    `tell` hears once that it is away and why, and once that it is back.
+    `tell` is called once when it becomes unavailable, with the reason, and once when it is back.
     """
 
     def __init__(
@@ -35,22 +35,22 @@ class Patience:
     def is_due(self) -> bool:
         return time.monotonic() >= self._at
 
-    def is_back(self) -> None:
-        """It answers; whether for long is not yet known."""
+    def note_return(self) -> None:
+        """Note that it answers, though perhaps not for long."""
         if self._is_away:
-            self._tell(f"{self._what} is back")
+            self._tell(f"{self._what} is available again")
         self._is_away = False
 
-    def answered(self, pause_s: float = 0.0) -> None:
-        """All is well; it need not be asked again for so long."""
-        self.is_back()
+    def note_answer(self, pause_s: float = 0.0) -> None:
+        """Note that all is well; the next attempt is due after this pause."""
+        self.note_return()
         self._wait_s = self._least_s
         self._at = time.monotonic() + pause_s
 
-    def failed(self, error: Exception | str) -> float:
-        """How long to wait now. Not everybody who waits comes again at the same moment."""
+    def note_failure(self, error: Exception | str) -> float:
+        """Note a failure; return how long to wait: a random time, to spread out those who wait."""
         if not self._is_away:
-            self._tell(f"{self._what} is away ({error}): trying again")
+            self._tell(f"{self._what} is not available ({error}): retrying")
         self._is_away = True
         wait_s = self._wait_s * random.uniform(0.5, 1.5)  # noqa: S311  no secret
         self._wait_s = min(self._wait_s * 2, self._most_s)

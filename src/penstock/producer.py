@@ -1,7 +1,8 @@
 """The producer: sends events one by one or in columns, and commits them in batches.
 
-A background thread takes what has been sent, makes one numbered commit of it, and goes on
-with what was sent meanwhile: under load batches grow by themselves, without delay.
+A background thread takes everything that has been sent, writes it as one numbered commit, and
+continues with whatever was sent in the meantime. So batches grow with the load, without any
+added delay.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from penstock.errors import (
 )
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part, Placement
 from penstock.log.batch import Compression, check_compression
-from penstock.log.commit import next_sequence
-from penstock.log.compose import Composer, EventOptions, Outgoing
-from penstock.log.fate import Fate, fate_of
-from penstock.log.objects import Acks, Stream
-from penstock.log.partitioning import places
+from penstock.log.declaring.objects import Acks, Stream
+from penstock.log.writing.commit import next_sequence
+from penstock.log.writing.compose import Composer, EventOptions, Outgoing
+from penstock.log.writing.fate import Again, Ending, Fate, Tries, fate_of
+from penstock.log.writing.partitioning import places
 from penstock.records.event import Key
 
 STREAM_KEPT_S = 1.0
@@ -42,21 +43,22 @@ GATHER_S = 0.001
 
 
 class ProducerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a producer works.
+    """The settings of a producer.
 
-    name: its transactional id; opening it fences an older producer of that name. By default
-        a name of its own, forgotten after days of disuse.
+    name: its transactional id; opening it fences an older producer of that name. The default
+        is a unique name, which the log forgets after days without use.
     client_id: the source of its events.
-    batch_bytes_max, batch_rows_max: a commit is made as soon as so much waits.
+    batch_bytes_max, batch_rows_max: a commit is made as soon as this much is waiting.
     batch_delay_ms: how long to wait for more before committing less than that.
-    buffer_bytes_max: what may wait in memory.
-    on_full: whether a send then blocks (for `block_ms_max` at most) or raises at once.
+    buffer_bytes_max: how much may wait in memory.
+    on_full: whether a send blocks when the buffer is full (for at most `block_ms_max`), or
+        raises immediately.
     compression: none, lz4 or zstd.
-    acks: what a commit waits for; by default what its streams say.
-    retries: how often to try a commit again, waiting `retry_backoff_ms`, doubled each time up
+    acks: what a commit waits for; by default, what its streams specify.
+    retries: how often to retry a commit, waiting `retry_backoff_ms`, doubled each time up
         to `retry_backoff_ms_max`.
-    request_timeout_ms: how long one try may take.
-    delivery_timeout_ms: how long an event may take from its send until it is committed or
+    request_timeout_ms: how long one attempt may take.
+    delivery_timeout_ms: how long an event may take from being sent until it is committed or
         given up.
     """
 
@@ -77,10 +79,10 @@ class ProducerOptions(msgspec.Struct, frozen=True, kw_only=True):
     delivery_timeout_ms: int = 120_000
 
     def check(self) -> None:
-        """Raise `UsageError` for a setting that makes no sense."""
+        """Raise `UsageError` if a setting is not valid."""
         check_compression(self.compression)
         if self.on_full not in ("block", "error"):
-            raise UsageError(f"on_full is {self.on_full!r}; it is block or error")
+            raise UsageError(f"on_full is {self.on_full!r}; it must be block or error")
         for name in self.__struct_fields__:
             value = getattr(self, name)
             least = 0 if name in ("batch_delay_ms", "retries") else 1
@@ -91,7 +93,7 @@ class ProducerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(NamedTuple):
-    """Where an event is. The offset of one that its stream held already is `None`."""
+    """Where an event is stored. The offset is `None` if the stream already held the event."""
 
     partition: int
     offset: int | None
@@ -103,18 +105,17 @@ class Place(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """An event that was checked and has its id, and is not sent yet."""
+    """An event that has been checked and given an id, but not sent yet."""
 
     stream: Stream
     event: Outgoing
 
 
-class _Sent(NamedTuple):
-    """Something that waits: one event, or columns that were made a part already."""
+class _Waiting(NamedTuple):
+    """Something waiting to be committed: one event, or columns that already form a part."""
 
     stream: Stream
-    event: Outgoing | None
-    part: Part | None
+    what: Outgoing | Part
     future: Future[Place] | Future[Committed]
     size: int
     rows: int
@@ -128,7 +129,8 @@ class Producer:
             place = producer.send("orders", order).result()
 
     Safe to use from many threads; their events share commits. Events of one producer are
-    committed in the order they were sent. Leaving the block, or `close`, commits what waits.
+    committed in the order they were sent. Leaving the block, or `close`, commits whatever is
+    still waiting.
     """
 
     def __init__(self, log: Log, options: ProducerOptions = ProducerOptions()) -> None:
@@ -147,33 +149,34 @@ class Producer:
             timeout_ms=options.request_timeout_ms,
         )
         self._streams: dict[str, tuple[Stream, float]] = {}
-        self._waiting: deque[_Sent] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._rows = 0
-        self._in_flight: list[_Sent] = []
+        self._in_flight: list[_Waiting] = []
         self._hurry = 0
         self._last_group = 1
         self._changed = threading.Condition()
         self._closing = False
         self._failure: PenstockError | None = None
         self.trouble: Exception | None = None
-        """Why the commit that is being tried again was not made yet; for those who wait for it."""
+        """Why the commit that is being retried has not succeeded yet; for callers that wait."""
         self._holder: Holder | None = None
         self._sequence = 0
         self._thread: threading.Thread | None = None
 
     def open(self) -> Self:
         """Take the producer's name, fencing its older holder, and start the background thread."""
-        self._hold()
+        self._holder = self._hold()
         name = self._options.name or self._options.client_id
         self._thread = threading.Thread(target=self._loop, name=f"penstock-{name}", daemon=True)
         self._thread.start()
         return self
 
-    def _hold(self) -> None:
+    def _hold(self) -> Holder:
         name = self._options.name or f"{self._options.client_id}-{secrets.token_hex(8)}"
-        self._holder = self._log.hold(name, ephemeral=self._options.name is None)
+        holder = self._log.hold(name, ephemeral=self._options.name is None)
         self._sequence = next_sequence(self._log, name)
+        return holder
 
     def __enter__(self) -> Self:
         return self if self._thread is not None else self.open()
@@ -197,9 +200,9 @@ class Producer:
         type: str | None = None,  # noqa: A002  the word for it
         headers: Mapping[str, str] | None = None,
     ) -> Future[Place]:
-        """Send one event; the future has its place once it is committed.
+        """Send one event; the future resolves to its place once it is committed.
 
-        What is wrong with the event is raised here, at once. The future raises `FencedError`,
+        An invalid event raises here, immediately. The future raises `FencedError`,
         `DeliveryTimeoutError` (not committed) or `CommitOutcomeUnknownError`.
         """
         options = EventOptions(key=key, id=id, time=time, type=type, headers=headers)
@@ -208,33 +211,33 @@ class Producer:
     def admit(self, stream: str, data: object, options: EventOptions = EventOptions()) -> Admitted:
         """Check an event and give it its id, without sending it yet.
 
-        For those who want to know that all of several events are right before they send one.
+        For callers that want to know that all of several events are valid before sending the first.
         """
         found = self._stream(stream)
         return Admitted(found, self._composer.admit(found, data, options))
 
     def send_admitted(self, admitted: Admitted) -> Future[Place]:
-        """Send an event that `admit` gave."""
+        """Send an event returned by `admit`."""
         stream, event = admitted
         future: Future[Place] = Future()
-        future.set_running_or_notify_cancel()  # from here on it cannot be called back
-        self._enqueue(_Sent(stream, event, None, future, event.size, 1, self._deadline()))
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self._enqueue(_Waiting(stream, event, future, event.size, 1, self._deadline()))
         return future
 
     def append(self, stream: str, batch: pa.RecordBatch | pa.Table) -> Future[Committed]:
-        """Send a batch of columns; the future has the commit that it became part of."""
+        """Send a batch of columns; the future resolves to the commit that contains it."""
         found = self._stream(stream)
         part = self._log.prepare(self._composer.arrow_part(found, batch), self._commit_options)
         future: Future[Committed] = Future()
         future.set_running_or_notify_cancel()
         size, rows = part.batch.nbytes, part.batch.num_rows
-        self._enqueue(_Sent(found, None, part, future, size, rows, self._deadline()))
+        self._enqueue(_Waiting(found, part, future, size, rows, self._deadline()))
         return future
 
     def flush(self) -> None:
-        """Wait until everything sent before is committed or has failed.
+        """Wait until everything sent so far is committed or has failed.
 
-        Not for a future's callback: these run in the thread that commits.
+        Must not be called from a future's callback: callbacks run in the thread that commits.
         """
         with self._changed:
             pending: list[Future[Place] | Future[Committed]] = [
@@ -245,7 +248,7 @@ class Producer:
         wait(cast(list[Future[object]], pending))
 
     def close(self) -> None:
-        """Commit what waits, then stop. A second call does nothing."""
+        """Commit whatever is waiting, then stop. A second call does nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -264,7 +267,7 @@ class Producer:
     def _deadline(self) -> float:
         return clock.monotonic() + self._options.delivery_timeout_ms / 1000
 
-    def _enqueue(self, sent: _Sent) -> None:
+    def _enqueue(self, sent: _Waiting) -> None:
         with self._changed:
             self._check_usable()
             if self._bytes and self._bytes + sent.size > self._options.buffer_bytes_max:
@@ -272,7 +275,7 @@ class Producer:
             self._waiting.append(sent)
             self._bytes += sent.size
             self._rows += sent.rows
-            if len(self._waiting) == 1 or self._is_full():  # else nobody waits for this
+            if len(self._waiting) == 1 or self._is_full():  # otherwise nobody is waiting for this
                 self._changed.notify_all()
 
     def _check_usable(self) -> None:
@@ -285,7 +288,7 @@ class Producer:
         most = self._options.buffer_bytes_max
         fact = f"the producer's buffer is full ({self._bytes} of {most} bytes, buffer_bytes_max)"
         if self._options.on_full == "error":
-            raise BufferFullError(f"{fact}: send slower, or set on_full to block")
+            raise BufferFullError(f"{fact}: send more slowly, or set on_full to block")
         self._hurry = len(self._waiting)
         self._changed.notify_all()
         room = self._changed.wait_for(
@@ -308,16 +311,16 @@ class Producer:
                     self._in_flight = []
                     self._bytes -= sum(sent.size for sent in group)
                     self._changed.notify_all()
-        except BaseException as error:  # nobody may wait for ever
-            broken = ClosedError(f"the producer broke down: {error!r}")
+        except BaseException as error:  # no caller may wait forever
+            broken = ClosedError(f"the producer stopped because of an unexpected error: {error!r}")
             self._stop_with(broken)
             for sent in self._in_flight:
                 if not sent.future.done():
                     sent.future.set_exception(broken)
             raise
 
-    def _next_group(self) -> list[_Sent]:
-        """Wait for the next commit's events; none when the producer is closed and done."""
+    def _next_group(self) -> list[_Waiting]:
+        """Wait for the next commit's events; empty once the producer is closed and drained."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             if not self._waiting:
@@ -327,10 +330,10 @@ class Producer:
             return self._in_flight
 
     def _linger(self) -> None:
-        """Wait for more, up to the batch delay, unless enough waits or somebody is in a hurry.
+        """Wait for more, up to the batch delay, unless enough is waiting or a caller is blocked.
 
-        Without a delay: where the last commit had many events, their senders will be back in a
-        moment; a commit of the first of them would only make the others wait.
+        Without a batch delay: if the last commit had many events, their senders will send again in
+        a moment, and committing the first of these alone would only make the others wait.
         """
         delay_s = self._options.batch_delay_ms / 1000
         self._changed.wait_for(
@@ -346,9 +349,9 @@ class Producer:
             or self._rows >= self._options.batch_rows_max
         )
 
-    def _take(self) -> list[_Sent]:
+    def _take(self) -> list[_Waiting]:
         """The next commit's events: in order, within the limits, at least one."""
-        group: list[_Sent] = []
+        group: list[_Waiting] = []
         size = rows = 0
         while self._waiting:
             sent = self._waiting[0]
@@ -362,8 +365,8 @@ class Producer:
         self._hurry = max(0, self._hurry - len(group))
         return group
 
-    def _deliver(self, group: Sequence[_Sent]) -> None:
-        """Commit a group. One that is refused is halved until only the guilty are left out."""
+    def _deliver(self, group: Sequence[_Waiting]) -> None:
+        """Commit a group. If it is refused, halve it until only the faulty events are left."""
         if self._failure is not None:
             self._fail(group, self._failure)
             return
@@ -383,7 +386,7 @@ class Producer:
         for placement, part, sent in zip(committed.placements, parts, members, strict=True):
             _resolve(placement, part, sent, committed)
 
-    def _leave_out(self, group: Sequence[_Sent], error: Exception) -> None:
+    def _leave_out(self, group: Sequence[_Waiting], error: Exception) -> None:
         if len(group) == 1:
             self._fail(group, error)
             return
@@ -391,14 +394,14 @@ class Producer:
         self._deliver(group[:half])
         self._deliver(group[half:])
 
-    def _parts(self, group: Sequence[_Sent]) -> tuple[list[Part], list[list[_Sent]]]:
-        """Neighbouring single events of a stream become one part; the order stays."""
-        members: list[list[_Sent]] = []
-        open_: dict[str, list[_Sent]] = {}
+    def _parts(self, group: Sequence[_Waiting]) -> tuple[list[Part], list[list[_Waiting]]]:
+        """Combine adjacent single events of a stream into one part; the order is kept."""
+        members: list[list[_Waiting]] = []
+        open_: dict[str, list[_Waiting]] = {}
         for sent in group:
             name = str(sent.stream.name)
             same = open_.get(name)
-            if sent.part is not None:
+            if isinstance(sent.what, Part):
                 open_.pop(name, None)
                 members.append([sent])
             elif same is not None and same[0].stream.version == sent.stream.version:
@@ -408,43 +411,45 @@ class Producer:
                 members.append(open_[name])
         return [self._part(sents) for sents in members], members
 
-    def _part(self, sents: Sequence[_Sent]) -> Part:
-        events = [sent.event for sent in sents if sent.event is not None]
-        return sents[0].part or self._composer.part(sents[0].stream, events)
+    def _part(self, sents: Sequence[_Waiting]) -> Part:
+        first = sents[0]
+        if isinstance(first.what, Part):
+            return first.what
+        events = [sent.what for sent in sents if isinstance(sent.what, Outgoing)]
+        return self._composer.part(first.stream, events)
 
     def _commit(self, commit: Commit, deadline: float) -> Committed:
+        holder = self._holder = self._holder or self._hold()
         try:
-            return self._commit_as_held(commit, deadline)
+            return self._commit_as(holder, commit, deadline)
         except FencedError:
             if self._options.name is not None:
                 raise
-            # Nobody else knows this name: the log has forgotten it, after days of disuse.
-            self._hold()
-            return self._commit_as_held(commit, deadline)
+            # Nobody else knows this name: the log has forgotten it, after days without use.
+            self._holder = self._hold()
+            return self._commit_as(self._holder, commit, deadline)
 
-    def _commit_as_held(self, commit: Commit, deadline: float) -> Committed:
-        """Commit under the next number, again and again while that may help.
+    def _commit_as(self, holder: Holder, commit: Commit, deadline: float) -> Committed:
+        """Commit under the next number, retrying as long as that may help.
 
-        Raises `CommitOutcomeUnknownError` if any try may have happened, and otherwise an error
+        Raises `CommitOutcomeUnknownError` if any attempt may have succeeded, and otherwise an error
         that says that none did.
         """
-        assert self._holder is not None  # noqa: S101  open means held
         sequence, self._sequence = self._sequence, self._sequence + 1
-        unknown, self.trouble = False, None
-        pauses = self._pauses()
+        self.trouble = None
+        tries = Tries(self._pauses(), deadline_s=deadline)
         while True:
             try:
-                return self._log.commit(self._holder, sequence, commit, self._commit_options)
+                return self._log.commit(holder, sequence, commit, self._commit_options)
             except Exception as error:
                 self.trouble = error
-                fate = fate_of(error)
-                unknown = unknown or fate is Fate.UNKNOWN
-                pause = next(pauses, None) if fate.may_be_retried else None
-                if pause is None or clock.monotonic() + pause >= deadline:
-                    if not unknown and not fate.may_be_retried:
+                match tries.after(error, clock.monotonic()):
+                    case Again(pause_s):
+                        clock.sleep(pause_s)
+                    case Ending.FAILED:
                         raise
-                    raise self._given_up(error, unknown) from error
-                clock.sleep(pause)
+                    case ending:
+                        raise self._give_up(error, ending) from error
 
     def _pauses(self) -> Iterator[float]:
         """How long to wait before each retry."""
@@ -453,10 +458,10 @@ class Producer:
             yield pause_ms / 1000
             pause_ms = min(pause_ms * 2, self._options.retry_backoff_ms_max)
 
-    def _given_up(self, error: Exception, unknown: bool) -> PenstockError:
+    def _give_up(self, error: Exception, ending: Ending) -> PenstockError:
         limit = self._options.delivery_timeout_ms
         why = str(error) if isinstance(error, PenstockError) else repr(error)
-        if unknown:
+        if ending is Ending.UNKNOWN:
             return CommitOutcomeUnknownError(
                 f"the events may or may not be committed, and retrying ended ({why}): read the "
                 f"stream to find out, or raise delivery_timeout_ms ({limit})"
@@ -466,12 +471,12 @@ class Producer:
             f"retries: {why}"
         )
 
-    def _fail(self, group: Sequence[_Sent], error: Exception) -> None:
+    def _fail(self, group: Sequence[_Waiting], error: Exception) -> None:
         for sent in group:
             sent.future.set_exception(error)
         for cause in (error, error.__cause__):
             if isinstance(cause, FencedError | ClosedError) and self._failure is None:
-                self._stop_with(cause)  # there is nothing more that this producer could do
+                self._stop_with(cause)  # this producer can do nothing more
 
     def _stop_with(self, error: PenstockError) -> None:
         with self._changed:
@@ -485,12 +490,11 @@ class Producer:
 
 
 def _resolve(
-    placement: Placement, part: Part, sents: Sequence[_Sent], committed: Committed
+    placement: Placement, part: Part, sents: Sequence[_Waiting], committed: Committed
 ) -> None:
-    first = sents[0]
-    if first.part is not None:
-        first.future.set_result(committed)  # type: ignore[arg-type]
+    if isinstance(sents[0].what, Part):  # columns are a part of their own
+        sents[0].future.set_result(committed)  # type: ignore[arg-type]
         return
     for sent, (partition, offset) in zip(sents, places(placement, part), strict=True):
-        assert sent.event is not None  # noqa: S101  a sent without a part has an event
-        sent.future.set_result(Place(partition, offset, sent.event.id))  # type: ignore[arg-type]
+        if isinstance(sent.what, Outgoing):
+            sent.future.set_result(Place(partition, offset, sent.what.id))  # type: ignore[arg-type]

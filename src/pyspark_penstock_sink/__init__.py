@@ -1,5 +1,5 @@
 """Spark finds data sources in packages named like this one: `format("penstock.sink")`."""
 
-from penstock.spark.pushing import SinkSource as DefaultSource
+from penstock.spark.connector_sink import SinkSource as DefaultSource
 
 __all__ = ["DefaultSource"]

@@ -8,9 +8,10 @@ import threading
 
 import penstock
 from penstock import App, Entry, Record
-from penstock.app.plan import plan
-from penstock.app.runner import InlineBackend, RunnerOptions
-from penstock.app.standby import at_work
+from penstock.app.declaring.plan import plan
+from penstock.app.running.backends import InlineBackend
+from penstock.app.running.runner import RunnerOptions
+from penstock.app.running.standby import at_work
 from penstock.errors import PenstockError
 
 

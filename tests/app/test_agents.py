@@ -25,9 +25,9 @@ from penstock import (
     declare,
 )
 from penstock import open as open_log
-from penstock.app.query import Query, QueryLimits
-from penstock.app.reports import agent_rows
-from penstock.app.task import derived_id
+from penstock.app.running.query import Query, QueryLimits
+from penstock.app.running.reports import agent_rows
+from penstock.app.tasks.task import derived_id
 from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Note, Order, Shop, some_orders
 
@@ -189,7 +189,7 @@ def test_a_stream_that_grows_while_a_batch_is_chosen(
         run.runner.stop()
         run.send(orders, *some_orders(70))
         choosing: list[bool] = []
-        kind, choose = type(run.log), Query._next_ranges
+        kind, choose = type(run.log), Query._choose
 
         def chosen(query: Query) -> Any:
             choosing.append(True)
@@ -206,7 +206,7 @@ def test_a_stream_that_grows_while_a_batch_is_chosen(
 
             return ask
 
-        monkeypatch.setattr(Query, "_next_ranges", chosen)
+        monkeypatch.setattr(Query, "_choose", chosen)
         monkeypatch.setattr(kind, "offsets", growing(kind.offsets))
         monkeypatch.setattr(kind, "stream", growing(kind.stream))
         run.restart()

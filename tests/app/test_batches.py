@@ -26,10 +26,11 @@ from penstock import (
     Record,
     TableView,
 )
-from penstock.app.plan import plan
-from penstock.app.query import Executor, Query, QueryLimits
-from penstock.app.runner import InlineBackend, InlineExecutor, build
-from penstock.app.task import BatchOrder, Outcome, Work
+from penstock.app.declaring.plan import plan
+from penstock.app.running.backends import InlineBackend, InlineExecutor
+from penstock.app.running.building import build
+from penstock.app.running.query import Executor, Query, QueryLimits
+from penstock.app.tasks.task import BatchOrder, Outcome, Work
 from penstock.errors import QueryFailedError
 from penstock.log.api import Pin
 from penstock.testing.apps import AppTest
@@ -98,7 +99,7 @@ def test_only_what_was_given_can_be_acknowledged(tmp_path: Path) -> None:
 
     with AppTest(app, tmp_path, tries_max=1) as run:
         run.send(orders, Order("ada", "tea"), Order("ada", "jam"))
-        assert "was not given to this call" in str(run.until_failed())
+        assert "was not passed to this call" in str(run.until_failed())
 
 
 def test_lists_are_acknowledged_one_by_one(tmp_path: Path) -> None:
@@ -135,7 +136,9 @@ def test_what_a_generator_gave_does_not_wait_for_the_rest(tmp_path: Path) -> Non
         run.until_idle()
         assert len(run.events(orders)) == 5
         run.restart()
-        with pytest.raises(QueryFailedError, match="cannot be read again from its start"):
+        with pytest.raises(
+            QueryFailedError, match="cannot be read from the beginning a second time"
+        ):
             run.until_idle()
 
 
@@ -275,7 +278,7 @@ def test_events_that_are_gone(tmp_path: Path, on_gone: str) -> None:
         run._start()
         if on_gone == "stop":
             told = str(run.until_failed())
-            assert f"removed everything before {gone}" in told
+            assert f"removed everything before offset {gone}" in told
             assert "on_gone='skip'" in told
         else:
             run.until_idle()

@@ -12,15 +12,17 @@ import msgspec
 import pytest
 
 from penstock import App, Context, Entry, WindowedEntry, hopping, tumbling
-from penstock.app.plan import plan
-from penstock.app.rename import rename_definition
-from penstock.app.reset import reset_query
-from penstock.app.runner import InlineBackend
-from penstock.app.saved import saved_key
-from penstock.app.standby import at_work
-from penstock.app.windows import Windows
-from penstock.errors import PlanChangedError, UnknownObjectError, UsageError
+from penstock.app.declaring.plan import plan
+from penstock.app.declaring.windows import Windows
+from penstock.app.running.backends import InlineBackend
+from penstock.app.running.rename import rename_definition
+from penstock.app.running.reset import reset_query
+from penstock.app.running.saved import saved_key
+from penstock.app.running.standby import at_work
+from penstock.app.running.streams import make_streams
+from penstock.errors import AppError, PlanChangedError, UnknownObjectError, UsageError
 from penstock.log.api import Commit
+from penstock.log.writing.transaction import Transaction
 from penstock.testing.apps import AppTest
 from tests.app.shop import Alert, Order, some_orders
 
@@ -42,9 +44,10 @@ def shop(
     window: Windows | None = None,
     relative_to: Any = "event",
     with_timer: bool = False,
+    app_name: str = "shop",
 ) -> App:
     """An agent that adds up what a user spends, and tells of each order."""
-    app = App("shop")
+    app = App(app_name)
     orders = app.stream("orders", Order, key="amount" if key is int else "user", partitions=2)
     alerts = app.stream("alerts", Alert, key="user")
     options = {} if window is None else {"window": window, "relative_to": relative_to}
@@ -112,7 +115,7 @@ def test_a_renamed_agent_goes_on_where_it_was_once_that_is_said(log: str, tmp_pa
         run.app = shop("spending")
         with pytest.raises(PlanChangedError, match="`penstock rename APP spend spending`") as told:
             run._start()
-        assert "spending writes table spent and alerts, as spend did" in str(told.value)
+        assert "spending: it writes table spent and alerts, as did spend" in str(told.value)
         rename_definition(run.log, "shop", "spend", "spending")
         run._start()
         run.send(run.app.streams["orders"], *some_orders(14))
@@ -146,7 +149,7 @@ def test_a_renamed_definition_without_a_table_would_send_everything_again(tmp_pa
         run.until_idle()
         run.runner.stop()
         run.app = teller("say")
-        with pytest.raises(PlanChangedError, match="say writes alerts, as tell did"):
+        with pytest.raises(PlanChangedError, match="say: it writes alerts, as did tell"):
             run._start()
         reset_query(run.log, "shop", "tell")  # this is the other way out
         run._start()
@@ -168,7 +171,7 @@ CHANGES: list[tuple[str, Callable[[], App], Callable[[], App], str]] = [
      "what the windows of table spent go by changed from event to clock"),
     ("another table", shop, lambda: shop(table="other"),
      "its state changed from table spent to table other"),
-    ("another kind", shop, looked_up, "it was an agent, and is a lookup now"),
+    ("another kind", shop, looked_up, "it was an agent and is now a lookup"),
     ("another join", lambda: joined("left"), lambda: joined("outer"),
      "what it joins changed from left and right (left) to left and right (outer)"),
 ]  # fmt: skip
@@ -232,11 +235,26 @@ def test_a_position_of_an_earlier_version_has_no_record_and_is_taken_as_it_is(
 def test_renaming_what_cannot_be(tmp_path: Path) -> None:
     with AppTest(shop(), tmp_path) as run:
         run.until_idle()
-        with pytest.raises(UnknownObjectError, match="has not run a definition other: it has run"):
+        with pytest.raises(
+            UnknownObjectError, match="has never run a definition other: it has run"
+        ):
             rename_definition(run.log, "shop", "other", "new")
-        with pytest.raises(UsageError, match="has run spend already"):
+        with pytest.raises(UsageError, match="has already run spend"):
             rename_definition(run.log, "shop", "spend", "spend")
         run.runner.stop()
         with at_work(run.log, plan(run.app), InlineBackend()):
-            with pytest.raises(UsageError, match="runs app shop: stop it first"):
+            with pytest.raises(
+                UsageError, match=r"app shop is running \(process .*\): stop it first"
+            ):
                 rename_definition(run.log, "shop", "spend", "new")
+
+
+def test_a_table_has_one_writer(tmp_path: Path) -> None:
+    """Another app that fills the same table is refused, and so is whoever writes past the app."""
+    with AppTest(shop(), tmp_path) as run:
+        assert run.log.stream("spent").spec.writer == "app/shop"
+        with pytest.raises(UsageError, match="written by app/shop alone"):
+            with Transaction(run.log, "by-hand") as tx:
+                tx.put("spent", "ada", {"value": 1})
+        with pytest.raises(AppError, match=r"--writer app/other"):
+            make_streams(run.log, plan(shop(app_name="other")))

@@ -56,7 +56,7 @@ def test_stop_names_the_event_and_shows_the_users_traceback(tmp_path: Path) -> N
             "handle failed at orders, partition 0, offset 2: ValueError: cannot eat this" in failure
         )
         assert "test_errors.py" in failure
-        assert "penstock/app/agents.py" not in failure
+        assert "penstock/app/tasks/agents.py" not in failure
         assert run.statuses()["handle"].restarts == 2
         assert len(run.events(alerts)) == 1, "nothing of a failed batch is visible"
 
@@ -137,7 +137,7 @@ def test_a_wrong_value_is_named(tmp_path: Path) -> None:
 
     with AppTest(app, tmp_path, tries_max=1) as run:
         run.send(orders, Order("ada", "tea"))
-        assert "what it left in table counts is not what the table holds" in str(run.until_failed())
+        assert "a value it set does not fit table counts" in str(run.until_failed())
 
 
 def test_a_failed_try_leaves_no_trace(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_second_runner_takes_over(tmp_path: Path) -> None:
         run._start()
         run.send(shop.orders, Order("ada", "jam"))
         run.until_idle()
-        with pytest.raises(QueryFailedError, match="was taken over by another runner of app shop"):
+        with pytest.raises(QueryFailedError, match="was taken over by another run of app shop"):
             failure = None
             while failure is None:
                 failure = old.failure()

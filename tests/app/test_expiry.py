@@ -19,12 +19,12 @@ from penstock import (
     tumbling,
 )
 from penstock import open as open_log
-from penstock.app.query import QueryLimits
-from penstock.app.splits import keyed_splits
-from penstock.app.tables import window_key, without_window
-from penstock.app.task import Range
-from penstock.app.timers import EXPIRY, event_clock
-from penstock.app.windows import Window
+from penstock.app.declaring.tables import window_key
+from penstock.app.declaring.windows import Window
+from penstock.app.running.query import QueryLimits
+from penstock.app.running.splits import BatchInput, keyed_splits
+from penstock.app.tasks.task import DueTimer, Range
+from penstock.app.tasks.timers import TimerKey, event_clock, unpack_timer
 from penstock.log.api import Offsets
 from penstock.records.event import partition_of
 from penstock.testing.apps import AppTest
@@ -160,17 +160,18 @@ def test_a_stream_that_was_made_anew_has_a_time_of_its_own(tmp_path: Path) -> No
 
 def test_a_window_expires_where_its_key_is_handled(tmp_path: Path) -> None:
     """Whatever its partition, or its share of the keys, is: one task has a key's entries."""
-    timers = [(EXPIRY + window_key(f"u{n}", Window(START, START)), 0) for n in range(50)]
+    keys = [window_key(f"u{n}", Window(START, START)) for n in range(50)]
+    timers = tuple(DueTimer(TimerKey(key, None).pack(), 0) for key in keys)
     with open_log(tmp_path / "test.db", create=True) as log:
         log.apply([CreateStream(declare(name, partitions=8)) for name in ("one", "other")])
         streams = {name: log.stream(name) for name in ("one", "other")}
-    ranges = [Range("one", partition, 0, 1) for partition in range(8)]
-    by_partition = keyed_splits(ranges, {"one": streams["one"]}, 2, timers, [])
-    by_share = keyed_splits(ranges, streams, 3, timers, [])
+    ranges = tuple(Range("one", partition, 0, 1) for partition in range(8))
+    by_partition = keyed_splits(BatchInput({"one": streams["one"]}, ranges, timers), 2)
+    by_share = keyed_splits(BatchInput(streams, ranges, timers), 3)
     homes = [(split, split.ranges[0].partition, 8) for split in by_partition]
     homes += [(split, split.slot, split.slots) for split in by_share]
     assert [(split.slot, split.slots) for split in by_share] == [(0, 3), (1, 3), (2, 3)]
     for split, home, all_ in homes:
-        keys = [without_window(name[1:])[0] for name, _ in split.timers]
-        assert {partition_of(key, all_) for key in keys} == {home}
+        own = [unpack_timer(due.timer).own_key for due in split.timers]
+        assert {partition_of(key, all_) for key in own} == {home}
     assert sum(len(split.timers) for split in (*by_partition, *by_share)) == 100

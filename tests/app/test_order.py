@@ -11,8 +11,8 @@ import pytest
 
 from penstock import App, Log
 from penstock import open as open_log
-from penstock.app.splits import ORDERED_ROWS_MIN, ordered_splits
-from penstock.app.task import Range
+from penstock.app.running.splits import ORDERED_ROWS_MIN, ordered_splits
+from penstock.app.tasks.task import Range
 from penstock.testing.apps import AppTest
 from penstock.testing.contract import commit_as as commit_orders
 from penstock.testing.contract import create

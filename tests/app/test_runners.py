@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -26,13 +26,23 @@ from penstock import (
     declare,
 )
 from penstock import open as open_log
-from penstock.app.plan import plan
-from penstock.app.positions import Position, producer_name, progress_key
-from penstock.app.query import Query
-from penstock.app.reports import Beat, Reporter, beat_key, beats
-from penstock.app.reset import reset_query
-from penstock.app.runner import Runner, RunnerOptions
-from penstock.app.takeover import claim
+from penstock.app.declaring.plan import plan
+from penstock.app.running.building import take_over
+from penstock.app.running.positions import (
+    BatchPosition,
+    Mover,
+    Position,
+    SinkPosition,
+    StartPosition,
+    pack_position,
+    producer_name,
+    progress_key,
+)
+from penstock.app.running.query import Query
+from penstock.app.running.reports import Beat, Reporter, beat_key, beats
+from penstock.app.running.reset import reset_query
+from penstock.app.running.runner import Runner, RunnerOptions
+from penstock.app.running.takeover import claim
 from penstock.errors import FencedError, PenstockError, UsageError
 from penstock.log.api import Commit, Holder
 from penstock.testing.apps import AppTest
@@ -260,8 +270,8 @@ def test_a_position_is_read_again_once_nobody_can_move_it(
     seen: list[Position | None] = []
 
     def at(offset: int) -> Commit:
-        position = Position(producer=producer, sequence=offset, next={"orders": {0: offset}})
-        return Commit(progress={progress_key("shop", "a"): msgspec.json.encode(position)})
+        position = BatchPosition(mover=Mover(producer, "run"), next={"orders": {0: offset}})
+        return Commit(progress={progress_key("shop", "a"): pack_position(position)})
 
     def decide(found: Mapping[str, Position | None]) -> Mapping[str, Position | None]:
         seen.append(found["a"])
@@ -279,7 +289,7 @@ def test_a_position_is_read_again_once_nobody_can_move_it(
         monkeypatch.setattr(type(log), "hold", late)
         claim(log, "shop", ["a"], decide, {})
     (found,) = seen
-    assert found is not None
+    assert isinstance(found, BatchPosition)
     assert found.next == {"orders": {0: 2}}
 
 
@@ -354,7 +364,7 @@ def test_a_feed_has_no_latest(tmp_path: Path) -> None:
         run.until_idle()
         run.runner.stop()
         (feed,) = [name for name in shop.app.definitions if "feed" in name]
-        with pytest.raises(UsageError, match="leave out --from latest"):
+        with pytest.raises(UsageError, match="omit --from latest"):
             reset_query(run.log, shop.app.name, feed, start="latest")
 
 
@@ -370,7 +380,7 @@ def test_a_feed_that_cannot_be_read_again_does_not_seem_to_be_at_its_end(tmp_pat
     shop = Shop()
     shop.app.feed(iter(Flaky(1)), to=shop.orders)
     with AppTest(shop.app, tmp_path) as run:
-        with pytest.raises(PenstockError, match="cannot be read again from its start"):
+        with pytest.raises(PenstockError, match="cannot be read from the beginning a second time"):
             run.until_idle()
         assert len(run.events(shop.orders)) == 1500, "what it gave is not lost"
 
@@ -406,3 +416,17 @@ def test_an_idle_query_on_an_expired_stream_rests(tmp_path: Path) -> None:
         assert isinstance(fresh, Query)
         run.until_idle()
         assert not fresh.wait(0.05), "there is nothing to do"
+
+
+@pytest.mark.parametrize("kind", [BatchPosition, SinkPosition])
+def test_a_sink_goes_on_from_a_position_without_books(kind: Any) -> None:
+    """One that was reset, or that an earlier version saved before the sink had decided."""
+    app = App("shop")
+    orders = app.stream("orders", Order, key="user")
+    app.sink(orders, "127.0.0.1:1", name="out")
+    found = take_over(kind(next={"orders": {0: 5}}), app.definitions["out"])
+    assert isinstance(found, SinkPosition)
+    assert found.next == {"orders": {0: 5}}
+    started = take_over(StartPosition(next={"orders": {0: 7}}), app.definitions["out"])
+    assert isinstance(started, SinkPosition)
+    assert started.next == {"orders": {0: 7}}

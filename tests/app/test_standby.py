@@ -16,14 +16,17 @@ import pytest
 
 import penstock
 from penstock import Log, Producer, Table, read_events
-from penstock.app.plan import plan
-from penstock.app.positions import Run
-from penstock.app.query import Query
-from penstock.app.runner import InlineBackend, Runner, RunnerOptions, build, make_streams
-from penstock.app.standby import at_work
+from penstock.app.declaring.plan import plan
+from penstock.app.running.backends import InlineBackend
+from penstock.app.running.building import build
+from penstock.app.running.positions import AppRun
+from penstock.app.running.query import Query
+from penstock.app.running.runner import Runner, RunnerOptions
+from penstock.app.running.standby import at_work
+from penstock.app.running.streams import make_streams
 from penstock.errors import ClaimLostError, LogBusyError, LogUnreachableError
 from penstock.log.claims import PREFIX, Claims
-from penstock.log.processes import this_process
+from penstock.processes import this_process
 from penstock.testing.processes import wait_until
 from tests.app.counting import Number, Seen, app
 
@@ -118,7 +121,7 @@ def test_a_second_one_takes_over_when_the_first_is_gone(
         send(opened, 200)
         check(opened, 200)
         second = start()
-        second.wait_for(f"standing by: add is run by process {first.process.pid} on ")
+        second.wait_for(f"standing by for add: run by process {first.process.pid} on ")
         send(opened, 300)
         check(opened, 500)
         assert "starting" not in second.told()
@@ -211,7 +214,7 @@ def test_a_query_is_not_taken_back_by_starting_it_again(opened: Log) -> None:
     (query,) = [kept.query for kept in new._kept if isinstance(kept.query, Query)]
     query.start()
     (mine,) = [kept.query for kept in old._kept if isinstance(kept.query, Query)]
-    with pytest.raises(ClaimLostError, match="add was taken over by another runner of app"):
+    with pytest.raises(ClaimLostError, match="add was taken over by another run of app"):
         mine.start()
     send(opened, 10)
     assert query.step() is not None, "its producer was left alone"
@@ -224,7 +227,7 @@ def test_what_was_lost_while_it_was_being_built_is_not_taken_over(opened: Log) -
         raise ClaimLostError("another one has it")
 
     with pytest.raises(ClaimLostError):
-        build(opened, plan(app), InlineBackend(), run=Run("counting", "late", fail))
+        build(opened, plan(app), InlineBackend(), run=AppRun("counting", "late", fail))
     (query,) = [kept.query for kept in before._kept if isinstance(kept.query, Query)]
     query.start()
 

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from penstock import App, Producer, Table
 from penstock import open as open_log
-from penstock.app.loading import load_app
-from penstock.app.plan import plan
-from penstock.app.reports import agent_rows
-from penstock.app.runner import make_streams
+from penstock.app.declaring.plan import plan
+from penstock.app.running.loading import load_app
+from penstock.app.running.reports import agent_rows
+from penstock.app.running.streams import make_streams
 from penstock.cli.apps import LINES_S, view
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
@@ -118,10 +118,10 @@ def test_run_until_idle_then_look(shop: Path) -> None:
 
     asked = penstock(shop, "reset", "shop.py", "counts", "--output", "clear")
     assert asked.returncode == 2
-    assert "this would empty counts. Nothing was changed: say --yes" in asked.stderr
+    assert "this would empty counts. Nothing was changed: use --yes" in asked.stderr
     both = penstock(shop, "reset", "shop.py", "add_up+counts", "--from", "latest")
     assert sorted(both.stdout.splitlines()) == [
-        f"{name} starts again from latest" for name in ("add_up", "counts")
+        f"reset {name} to latest" for name in ("add_up", "counts")
     ]
     assert (
         penstock(shop, "reset", "shop.py", "counts", "--output", "clear", "--yes").returncode == 0
@@ -160,7 +160,7 @@ def test_a_signal_ends_it_in_order(shop: Path) -> None:
             _, told = runner.communicate(timeout=60)
             assert states() == {"not running"}
         assert runner.returncode == 0, told
-    assert "each query finishes its batch" in told
+    assert "waiting for each query to finish its batch" in told
     assert re.search(r"add_up: running, [\d,]+ events/s, lag 0, batch [\d,]+ ms, hop", told), told
     assert "Traceback" not in told
 
@@ -170,9 +170,12 @@ def test_mistakes_are_usage_errors(shop: Path, run: Run) -> None:
         (["run", "nothing.py"], "there is no file nothing.py"),
         (["run", "nothing"], "there is no module nothing"),
         (["run", "shop.py:nobody"], "has no app 'nobody'"),
-        (["run", "shop.py", "--only", "nobody"], "defines no nobody: it defines add_up, counts"),
-        (["reset", "shop.py", "nobody"], "defines no nobody"),
-        (["reset", "shop.py", "add_up+nobody"], "defines no nobody"),
+        (
+            ["run", "shop.py", "--only", "nobody"],
+            "has no definition nobody: it defines add_up, counts",
+        ),
+        (["reset", "shop.py", "nobody"], "has no definition nobody"),
+        (["reset", "shop.py", "add_up+nobody"], "has no definition nobody"),
         (["run", "shop.py", "--setting", "x"], "write NAME=VALUE"),
         (["run", "shop.py", "--only", "ad_up"], "did you mean add_up?"),
         (["reset", "shop.py", "count"], "did you mean counts?"),
@@ -202,7 +205,7 @@ def test_a_definition_is_renamed_or_forgotten(tmp_path: Path, run: Run) -> None:
         test.until_idle()
     there = ("--log", "test.db")
     still = run("rename", "shop.py", "other", "add_up", *there)
-    assert (still.returncode, "has not run a definition other" in still.stderr) == (2, True)
+    assert (still.returncode, "has never run a definition other" in still.stderr) == (2, True)
     module.write_text(after)
     refused = run("run", "shop.py", *there)
     assert (refused.returncode, "`penstock rename APP add_up spend`" in refused.stderr) == (2, True)
@@ -215,7 +218,7 @@ def test_a_definition_is_renamed_or_forgotten(tmp_path: Path, run: Run) -> None:
     asked = run("reset", "shop.py", "spend", "--output", "clear", *there)
     assert (asked.returncode, "would empty totals" in asked.stderr) == (2, True)
     done = run("reset", "shop.py", "spend", "--output", "clear", "--yes", *there)
-    assert done.stdout == "spend is forgotten; emptied totals\n"
+    assert done.stdout == "discarded spend; emptied totals\n"
     with AppTest(load_anew(module), tmp_path) as test:
         test.until_idle()
         assert test.table(test.app.tables["totals"]) == {"ada": 10}
@@ -254,7 +257,7 @@ def test_a_wrong_master_says_so(shop: Path, master: str, why: str) -> None:
 def test_a_wrong_java_home_says_so(shop: Path, tmp_path: Path) -> None:
     done = penstock(shop, "run", "shop.py", environment={"JAVA_HOME": str(tmp_path)})
     assert done.returncode == 1
-    assert f"JAVA_HOME is {tmp_path}, and there is no program" in done.stderr
+    assert f"JAVA_HOME is {tmp_path}, but there is no program" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -265,7 +268,7 @@ def test_a_java_that_does_not_run_says_why(shop: Path, tmp_path: Path) -> None:
     java.chmod(0o755)
     done = penstock(shop, "run", "shop.py", environment={"JAVA_HOME": str(tmp_path)})
     assert done.returncode == 1
-    assert "Spark does not start: Error: this Java is too old" in done.stderr
+    assert "Spark cannot start: Error: this Java is too old" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -275,7 +275,7 @@ def test_doctor(run: Run) -> None:
         (["read", "s", "--from", "monday"], 2, "--from 'monday'"),
         (["read", "s", "-p", "7"], 2, "no partition 7"),
         (["read", "s", "-n", "0"], 2, "--limit"),
-        (["stream", "create", "s"], 2, "exists already"),
+        (["stream", "create", "s"], 2, "already exists"),
         (["stream", "create", "a.b.c"], 2, "more than one dot"),
         (["stream", "create", "x" * 101], 2, "name_chars_max"),
         (["stream", "create", "t", "-F", "n=text"], 2, "'text' is not a type"),

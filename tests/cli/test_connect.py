@@ -13,9 +13,12 @@ from penstock import CreateStream, declare, read_events
 from penstock import open as open_log
 from penstock.cli.main import main
 from penstock.cli.options import parse_options, parse_setting
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import records
-from penstock.connect.sink import SinkOptions
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.registry import records
+from penstock.connect.hosts.sink_host import SinkOptions
+from penstock.connect.hosts.spool import DeadMessage, Spool
+from penstock.connect.hosts.targets import SinkMessage
+from penstock.connect.protocol.marks import Mark
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def test_a_secret_is_given_by_name(
         found.append(options.cookie)
 
     monkeypatch.setattr("penstock.cli.connect.run_source", note_source)
-    monkeypatch.setattr("penstock.cli.connect.run_sink", note_sink)
+    monkeypatch.setattr("penstock.cli.connect_sinks.run_sink", note_sink)
     assert main(["connect", "file", "x", "--cookie", secret]) == 0
     assert main(["connect", "file-sink", "x", "--cookie", secret]) == 0
     assert found == [wanted, None, wanted]
@@ -182,10 +185,10 @@ def test_an_address_is_given_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("@env:NOBODY_SET_IT", "there is no environment variable NOBODY_SET_IT"),
+        ("@env:NOBODY_SET_IT", "environment variable NOBODY_SET_IT is not set"),
         ("@file:{}/none", "none cannot be read: No such file"),
-        ("@file:{}/large", "more than 65,536 bytes"),
-        ("@file:{}/odd", "no UTF-8"),
+        ("@file:{}/large", "larger than 65,536 bytes"),
+        ("@file:{}/odd", "not UTF-8"),
     ],
 )
 def test_a_secret_that_is_not_there_is_told(
@@ -225,3 +228,27 @@ def test_the_state_of_a_file_source_has_a_folder(
         assert len(list(read_events(log, "raw"))) == 4
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["x.txt"]
     assert len(list((tmp_path / "state").iterdir())) == 2
+
+
+@pytest.mark.row("X10", engine="any")
+def test_what_a_sink_has_put_aside_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spool = Spool(tmp_path / "sink")
+    spool.open()
+    message = SinkMessage(b"ada", 0, b'{"amount": -1}')
+    spool.bury(DeadMessage("shop-0", Mark(30, 7), 1_000, message, "ValueError: no"))
+    try:
+        assert main(["connect", "dead", str(tmp_path / "sink")]) == 0
+        said = capsys.readouterr().out
+        assert said == 'shop-0 message 7: ValueError: no\n  {"amount": -1}\n'
+    finally:
+        spool.close()
+    assert main(["connect", "dead", str(tmp_path / "sink"), "--json"]) == 0
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row == {
+        "worker": "shop-0", "message": 7, "offset": 30, "time_ms": 1000, "key": "ada",
+        "data": '{"amount": -1}', "error": "ValueError: no",
+    }  # fmt: skip
+    assert main(["connect", "dead", str(tmp_path)]) == 2
+    assert "is not a sink's folder" in capsys.readouterr().err

@@ -11,11 +11,11 @@ import pytest
 from penstock import App, CreateStream, Log, Record, declare, read_events
 from penstock import open as open_log
 from penstock.cli.main import main
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import amend, numbered_records, records
-from penstock.connect.sink import SinkHost
+from penstock.connect.clients.writer import SourceClient
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.registry import amend, numbered_records, records
+from penstock.connect.hosts.sink_host import SinkHost
 from penstock.connect.sinks.file import FileSink
-from penstock.connect.writing import SourceClient
 from penstock.testing.apps import AppTest
 
 
@@ -61,7 +61,7 @@ def test_a_connector_is_shown(log: Log, capsys: pytest.CaptureFixture[str]) -> N
     assert run(log, "show", "shopp*") == 0
     said = capsys.readouterr().out
     assert "connector    shopping\n" in said
-    assert "state        nobody has it\n" in said
+    assert "state        not connected\n" in said
     assert "error" not in said
 
 
@@ -83,7 +83,9 @@ def test_who_has_a_stream_is_shown_and_it_is_not_changed(
             ):
                 assert run(log, *command) == 1
                 said = capsys.readouterr().err
-                assert f"the connector penstock {row['instance']} has shop: stop it first" in said
+                assert (
+                    f"connector penstock {row['instance']} has stream shop: stop it first" in said
+                )
     (record,) = records(log)
     assert record.point_of_ref == 5
 
@@ -93,7 +95,7 @@ def test_a_connector_is_forgotten(log: Log, capsys: pytest.CaptureFixture[str]) 
     write(log, 3, partition="eu")
     write(log, 4, name="other")
     assert run(log, "forget", "shop") == 2
-    assert "say --yes" in capsys.readouterr().err
+    assert "use --yes" in capsys.readouterr().err
     assert len(list(records(log))) == 3
     assert run(log, "forget", "shop", "--yes", "--json") == 0
     assert printed(capsys) == [
@@ -110,7 +112,7 @@ def test_a_connector_is_set_back(log: Log, capsys: pytest.CaptureFixture[str]) -
     assert printed(capsys) == [{"rewound": "shop", "from": 3, "to": 1, "dry_run": True}]
     assert next(records(log)).point_of_ref == 3
     assert run(log, "rewind", "shop", "--after", "1") == 2
-    assert "say --yes" in capsys.readouterr().err
+    assert "use --yes" in capsys.readouterr().err
     assert run(log, "rewind", "shop", "--after", "1", "--yes") == 0
     assert capsys.readouterr().out == "rewound shop, from 3, to 1\n"
     write(log, 0, 1, 2, 3)
@@ -144,7 +146,7 @@ def test_nothing_is_left_out_though_it_was_set_back_meanwhile(
 
     monkeypatch.setattr("penstock.cli.connectors.confirm", set_back)
     assert run(log, "rewind", "shop", "--after", "2") == 2
-    assert "what lies between would never be stored" in capsys.readouterr().err
+    assert "the messages between would never be stored" in capsys.readouterr().err
     assert next(records(log)).point_of_ref == 0
 
 
@@ -154,9 +156,12 @@ def test_nothing_is_left_out_though_it_was_set_back_meanwhile(
         (["show", "shp"], "there is no connector 'shp': did you mean shop or shop.eu?"),
         (["show", "xyz"], "there is no connector 'xyz': see `penstock connector list`"),
         (["forget", "xyz", "--yes"], "there is no connector 'xyz'"),
-        (["rewind", "shop", "--after", "9", "--yes"], "what lies between would never be stored"),
-        (["rewind", "shop", "--after", "-1", "--yes"], "'-1' is no number of a message"),
-        (["rewind", "s*", "--after", "0", "--yes"], "is several connector streams (shop, shop.eu)"),
+        (["rewind", "shop", "--after", "9", "--yes"], "the messages between would never be stored"),
+        (["rewind", "shop", "--after", "-1", "--yes"], "'-1' is not a valid message number"),
+        (
+            ["rewind", "s*", "--after", "0", "--yes"],
+            "matches several connector streams (shop, shop.eu)",
+        ),
     ],
 )
 def test_mistakes_are_told(

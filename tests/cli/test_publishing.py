@@ -18,11 +18,11 @@ import apsw
 import pytest
 
 from penstock.cli import main
-from penstock.cli.lines import Line
+from penstock.cli.lines import InputLine
 from penstock.cli.publishing import Given, _failure
 from penstock.cli.waiting import Attempts
 from penstock.errors import CommitOutcomeUnknownError, LogBusyError, PenstockError
-from penstock.log.compose import EventOptions
+from penstock.log.writing.compose import EventOptions
 from penstock.producer import Place
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
 from penstock.testing.processes import wait_until
@@ -66,7 +66,7 @@ def test_a_failure_after_lines_were_published_does_not_say_that_nothing_was(
     assert done.returncode == 1
     assert error["code"] == "partly_published"
     assert error["message"].startswith("line 4: S: Expected `int`, got `str`")
-    assert error["message"].endswith("; published are lines 1 to 3")
+    assert error["message"].endswith("; published: lines 1 to 3")
     assert [row["n"] for row in data(run("read", "s", "--json"))] == [0, 1, 2]  # type: ignore[index]
 
 
@@ -143,7 +143,7 @@ def test_what_waits_for_room_says_why_and_goes_on(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"7\n")))
     program = Waiting(capfd, "pub", "s", data_, "--setting", "vfs=faulty")
     program.until_said("is full")
-    assert "trying again for 30 seconds" in program.said()
+    assert "retrying for up to 30 seconds" in program.said()
     disk.faults = []
     assert program.join() == 0
     assert data(run("read", "s", "--json")) == [7]
@@ -157,7 +157,7 @@ def test_a_writer_that_holds_the_log_is_waited_for_aloud(
     other.execute("BEGIN IMMEDIATE")
     program = Waiting(capfd, "pub", "s", "7")
     try:
-        program.until_said("waiting for penstock.db: it has not answered yet")
+        program.until_said("waiting for penstock.db: no answer yet")
     finally:
         other.close()
     assert program.join() == 0
@@ -165,17 +165,17 @@ def test_a_writer_that_holds_the_log_is_waited_for_aloud(
 
 
 def test_lines_that_may_be_published_are_told_from_those_that_are() -> None:
-    chunk = [Given(Line(n, b"1"), 1, EventOptions()) for n in (4, 5, 6, 7)]
+    chunk = [Given(InputLine(n, b"1"), 1, EventOptions()) for n in (4, 5, 6, 7)]
     there, unknown = Place(0, 1, "i"), CommitOutcomeUnknownError("no answer came")
     with Attempts("x.db", 250, print) as attempts:
         error = _failure(3, chunk, [there, there, unknown, unknown], attempts)
         assert isinstance(error, CommitOutcomeUnknownError)
         assert str(error) == (
-            "no answer came; published are lines 1 to 5; not known to be published are lines 6 to 7"
+            "no answer came; published: lines 1 to 5; outcome unknown: lines 6 to 7"
         )
         error = _failure(0, chunk, [unknown, there, there, unknown], attempts)
         assert isinstance(error, CommitOutcomeUnknownError)
-        assert "published are lines 5 to 6; not known to be published are lines 4, 7" in str(error)
+        assert "published: lines 5 to 6; outcome unknown: lines 4, 7" in str(error)
 
 
 def test_an_outcome_that_was_unknown_once_stays_so() -> None:
@@ -203,7 +203,7 @@ def test_an_error_of_the_system_is_told_as_it_is(run: Run, tmp_path: Path) -> No
         done = run(*arguments)
         assert done.returncode != 0
         assert message in done.stderr
-        assert "the output cannot be written" not in done.stderr
+        assert "cannot write the output" not in done.stderr
 
 
 def test_output_that_is_full_is_told_from_other_errors(run: Run, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_output_that_is_full_is_told_from_other_errors(run: Run, tmp_path: Path)
             check=False, timeout=60, env=environment(),
         )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr == "penstock: the output cannot be written: No space left on device\n"
+    assert done.stderr == "penstock: cannot write the output: No space left on device\n"
 
 
 def test_a_progress_bar_is_seen_and_takes_nothing_of_the_results(run: Run, tmp_path: Path) -> None:

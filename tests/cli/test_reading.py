@@ -81,10 +81,13 @@ def test_a_time_without_a_zone_is_in_utc(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_not_there_is_said(orders: Run) -> None:
     orders("stream", "create", "empty")
     for arguments, message in (
-        (["orders", "--from", "9999"], "orders ends before that (its next offset is "),
-        (["orders", "--from", "2099-01-01"], "orders ends before that (its next offset is "),
+        (["orders", "--from", "9999"], "orders ends before the start given (its next offset is "),
+        (
+            ["orders", "--from", "2099-01-01"],
+            "orders ends before the start given (its next offset is ",
+        ),
         (["orders", "--key", "nobody"], "orders has no event with the key nobody"),
-        (["orders", "--until", "2020-01-01"], "orders has no events there"),
+        (["orders", "--until", "2020-01-01"], "orders has no events in this range"),
         (["empty"], "empty holds no events"),
     ):
         done = orders("read", *arguments)
@@ -94,7 +97,7 @@ def test_what_is_not_there_is_said(orders: Run) -> None:
 
 def test_who_waits_for_an_offset_far_off_is_told(orders: Run, tmp_path: Path) -> None:
     with Program(tmp_path, "read", "orders", "--from", "9999", "-f") as program:
-        assert "has not come so far yet" in program.note()
+        assert "has not reached that offset yet" in program.note()
 
 
 def test_as_comma_separated_values(orders: Run) -> None:
@@ -137,7 +140,7 @@ def test_as_arrow(orders: Run, tmp_path: Path) -> None:
     assert "_offset" in nothing.schema.names
     seen = on_terminal(tmp_path, "read", "orders", "--format", "arrow")
     assert seen.code == 2
-    assert "not for a terminal" in seen.text
+    assert "cannot be shown on a terminal" in seen.text
 
 
 def test_as_a_table_on_narrow_and_wide_terminals(orders: Run, tmp_path: Path) -> None:
@@ -155,13 +158,13 @@ def test_as_a_table_on_narrow_and_wide_terminals(orders: Run, tmp_path: Path) ->
 
 def test_options_that_contradict_each_other_are_refused(orders: Run) -> None:
     for arguments, message in (
-        (["--last", "2", "--from", "3"], "--last says where to begin"),
-        (["--until", "2", "--follow"], "--until ends where --follow goes on"),
+        (["--last", "2", "--from", "3"], "--last determines where to start"),
+        (["--until", "2", "--follow"], "--until and --follow cannot be combined"),
         (["--until", "monday"], "--until 'monday' is not an offset"),
         (["--last", "0"], "--last"),
         (["--last", "100001"], "at most 100000"),
-        (["--json", "--format", "csv"], "--json is --format json"),
-        (["--key", "a", "-p", "0"], "leave --partition out"),
+        (["--json", "--format", "csv"], "--json means --format json"),
+        (["--key", "a", "-p", "0"], "omit --partition"),
     ):
         done = orders("read", "orders", *arguments)
         assert (done.returncode, done.stdout) == (2, ""), arguments

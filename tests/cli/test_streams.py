@@ -52,9 +52,9 @@ def test_a_dry_run_shows_and_checks_and_changes_nothing(run: Run) -> None:
         (["s", "--retention", "5"], "--retention '5' has no unit: write 5s"),
         (["s", "--retention-bytes", "5"], "--retention-bytes '5' has no unit"),
         (["s", "--retention", "soon"], "--retention: 'soon' is not a duration"),
-        (["s", "--partitions", "1"], "partitions only grow"),
+        (["s", "--partitions", "1"], "the number of partitions can only grow"),
         (["s", "--record", "json:loads", "-F", "a=str"], "give --record or --field, not both"),
-        (["_system.objects", "--acks", "all"], "the system's own"),
+        (["_system.objects", "--acks", "all"], "reserved for the system"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_altered_is_named(run: Run, arguments: list[str], message: str) -> None:
@@ -96,7 +96,7 @@ def test_without_a_terminal_nothing_is_removed_unless_yes(shop: Run, arguments: 
     before = rows(shop("stream", "list", "--json"))
     done = shop(*arguments)
     assert done.returncode == 2
-    assert "Nothing was changed: say --yes" in done.stderr
+    assert "Nothing was changed: use --yes" in done.stderr
     told = json.loads(shop(*arguments, "--json").stderr)["error"]
     assert told["code"] == "destructive"
     assert rows(shop("stream", "list", "--json")) == before

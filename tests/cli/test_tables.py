@@ -107,7 +107,7 @@ def test_a_key_without_an_entry(visited: Run) -> None:
 def test_entries_of_windows(visited: Run) -> None:
     done = visited("table", "get", "hourly", "ada")
     assert done.returncode == 1
-    assert "say --windows" in done.stderr
+    assert "use --windows" in done.stderr
     found = rows(visited("table", "get", "hourly", "ada", "--windows", "--json"))
     assert sum(row["value"]["value"] for row in found) == 3  # type: ignore[index]
     start = str(found[0]["window"])
@@ -133,7 +133,7 @@ def test_windows_of_a_key_are_not_those_of_one_that_begins_like_it(
 def test_pages_in_order_of_key(customers: Run) -> None:
     first = customers("table", "page", "customers", "--limit", "3", "--json")
     assert keys(first) == ["c000", "c001", "c002"]
-    assert first.stderr == "there are more: --after c002\n"
+    assert first.stderr == "there are more entries: continue with --after c002\n"
     second = customers("table", "page", "customers", "-n", "2", "--after", "c002", "--json")
     assert keys(second) == ["c003", "c004"]
     last = customers("table", "page", "customers", "--after", "c248", "--json")
@@ -150,7 +150,7 @@ def test_keys_that_begin_alike(customers: Run) -> None:
     after = ["--prefix", "c1", "--after", "c197", "--json"]
     assert keys(customers("table", "page", "customers", *after)) == ["c198", "c199"]
     none = customers("table", "page", "customers", "--prefix", "x")
-    assert (none.stdout, none.stderr) == ("", "customers has no such entries\n")
+    assert (none.stdout, none.stderr) == ("", "customers has no matching entries\n")
 
 
 def test_pages_in_other_forms(customers: Run, tmp_path: Path) -> None:

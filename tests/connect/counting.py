@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from penstock.connect.source import SourceConnector
+from penstock.connect.clients.source import SourceConnector
 from tests.connect.test_sources import Numbers
 
 

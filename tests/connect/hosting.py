@@ -15,11 +15,12 @@ import pytest
 import redis
 
 from penstock import Log, read_events
-from penstock.connect.dial import DialOptions, SinkWorker
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import records
-from penstock.connect.sink import Sink, SinkHost
-from penstock.connect.source import ConnectorOptions, Source, SourceConnector
+from penstock.connect.clients.source import ConnectorOptions, Source, SourceConnector
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.registry import records
+from penstock.connect.hosts.sink_host import SinkHost
+from penstock.connect.hosts.targets import TargetMaker
+from penstock.connect.push.worker import DialOptions, SinkWorker
 from penstock.errors import ConnectorError, SinkGoneError
 from penstock.failpoints import ENVIRONMENT
 from penstock.testing.processes import wait_until
@@ -27,7 +28,7 @@ from penstock.testing.servers import RedisServer
 
 RAW = ListenerOptions(routes=[("*", "raw")])
 QUICK = ConnectorOptions(backoff_s=0.05, backoff_s_max=0.2)
-Make = Callable[[str], Sink]
+Make = TargetMaker
 
 
 @contextmanager
@@ -123,6 +124,7 @@ class Pusher:
                 raise SinkGoneError("it votes against")
             self.decided = name if commit else ""
             worker.resolve(name, commit)
+            wait_applied(worker)
 
     def push_surely(self, *texts: str, ensure: Callable[[], None] = lambda: None) -> None:
         """As often as it takes; what was decided is told, and not sent again.
@@ -149,12 +151,23 @@ class Pusher:
         with self._dialled() as worker:
             for name in worker.uncommitted:
                 worker.resolve(name, name == self.decided)
+            wait_applied(worker)
         return bool(self.decided)
 
     def _dialled(self) -> SinkWorker:
         return SinkWorker(
             self._address, self._worker, (self._attempt,), DialOptions(timeout_s=10.0)
         )
+
+
+def wait_applied(worker: SinkWorker) -> None:
+    """Until the target has everything that was decided."""
+
+    def is_applied() -> bool:
+        progress = worker.ask()
+        return progress is not None and progress.applied == progress.staged
+
+    wait_until(is_applied, 60, "the target having it")
 
 
 def start_redis(server: RedisServer, client: redis.Redis) -> None:

@@ -6,7 +6,7 @@ import socket
 from types import TracebackType
 from typing import Self
 
-from penstock.connect import wire
+from penstock.connect.protocol import wire
 
 
 class Peer:

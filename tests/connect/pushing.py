@@ -9,9 +9,11 @@ from pyspark.sql import DataFrame
 
 from penstock import App, Record
 from penstock import open as open_log
-from penstock.app.plan import plan
-from penstock.app.query import QueryLimits
-from penstock.app.runner import InlineBackend, RunnerOptions, build
+from penstock.app.declaring.plan import plan
+from penstock.app.running.backends import InlineBackend
+from penstock.app.running.building import build
+from penstock.app.running.query import QueryLimits
+from penstock.app.running.runner import RunnerOptions
 
 
 class Number(Record):

@@ -8,17 +8,19 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from penstock.spark import java
+from penstock.spark.home import at_home
 
 
 def main(log: str, address: str, checkpoint: str, tasks: int) -> None:
     """Everything that is there, in batches of 200; other uuids each time a batch is run."""
-    spark = (
-        SparkSession.builder.master(f"local[{tasks}]")
-        .config("spark.driver.extraJavaOptions", " ".join(java.options()))
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.ui.enabled", "false")
-        .getOrCreate()
-    )
+    with at_home():
+        spark = (
+            SparkSession.builder.master(f"local[{tasks}]")
+            .config("spark.driver.extraJavaOptions", " ".join(java.options()))
+            .config("spark.driver.host", "127.0.0.1")
+            .config("spark.ui.enabled", "false")
+            .getOrCreate()
+        )
     query = (
         spark.readStream.format("penstock")
         .option("log", log)

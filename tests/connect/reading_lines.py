@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.connect.reading import SinkClient
+from penstock.connect.clients.reader import SinkClient
 
 
 def main(folder: Path, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,16 +13,18 @@ import pytest
 
 from penstock import App, CreateStream, Log, Record, declare, outbox, read_events
 from penstock import open as open_log
-from penstock.app.plan import plan
+from penstock.app.declaring.plan import plan
 from penstock.connect.addresses import ENVIRONMENT
-from penstock.connect.dial import SinkWorker
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.sink import Sink
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.sink_host import SinkHost
+from penstock.connect.hosts.targets import SinkTarget
+from penstock.connect.protocol.marks import Mark
+from penstock.connect.push.worker import SinkWorker
 from penstock.testing.apps import AppTest
 from penstock.testing.processes import wait_until
 from penstock.testing.servers import PostgresServer, free_port
+from penstock.testing.sink_contract import SinkTargetContract
 from tests.connect.test_outbox import emptied
-from tests.connect.test_sink_kinds import Kind, Texts, walked
 from tests.pages import Page
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -78,7 +81,7 @@ class Connectors:
             def serve_forever() -> None:
                 wait_until(lambda: len(self.stored()) > 100, 30, "numbers having come")
 
-            self.page.run("Sources > Writing one", serve_forever=serve_forever)
+            self.page.run("Sources > Writing a source", serve_forever=serve_forever)
         found = self.stored()
         assert found.count(b'{"user": "ada"}') == 1
         assert {b"1", b"2", b"one\n", b"two\n"} <= set(found)
@@ -98,11 +101,10 @@ class Connectors:
                     assert worker.vote(f"t{number}", worker.committed)
                     worker.resolve(f"t{number}", True)
 
-        made = self.page.run("Sinks > Writing one", serve_forever=serve_forever)
-        files = sorted((self.folder / "lines").glob("*.txt"))
-        assert [file.read_text() for file in files] == ["a\nb\n", "c\n"]
-        (self.folder / "walk").mkdir()
-        walked(Documented(self.folder / "walk", made.Lines), 200, chance)
+        made = self.page.run("Sinks > Writing a sink", serve_forever=serve_forever)
+        wait_until(lambda: len(lines_in(self.folder / "lines" / "shop%2fw")) == 3, 30, "the lines")
+        assert lines_in(self.folder / "lines" / "shop%2fw") == [b"a", b"b", b"c"]
+        Documented(made.Lines).check_all(self.folder)
 
     def try_reading(self) -> None:
         app = App("texts")
@@ -118,7 +120,7 @@ class Connectors:
         with AppTest(app, self.folder) as run:
             run.send(lines, b"one", b"two", b"three")
             with pytest.raises(EnoughError):
-                self.page.run("Sinks > Reading one", print=print_some)
+                self.page.run("Sinks > Reading from a sink", print=print_some)
         assert heard == [("two", None), ("three", None)]
 
     def try_descriptions(self) -> None:
@@ -145,19 +147,40 @@ class Connectors:
         assert rows == [("payments", b'{"user":"ada","amount":5}')]
 
 
-class Documented(Kind):
-    """The sink of the page, walked as those that ship are."""
+def lines_in(folder: Path) -> list[bytes]:
+    files = sorted(folder.glob("*.txt"), key=lambda file: Mark.parse(file.stem))
+    return [line for file in files for line in file.read_bytes().splitlines()]
 
-    def __init__(self, folder: Path, make: Callable[[Path, str], Sink]) -> None:
-        super().__init__(folder)
+
+class Documented(SinkTargetContract):
+    """The sink of the page keeps what those that ship keep."""
+
+    def __init__(self, make: Callable[[Path, str], SinkTarget]) -> None:
         self._make = make
 
-    def make(self) -> Sink:
-        return self._make(self.folder, "w")
+    def check_all(self, folder: Path) -> None:
+        tests = [name for name in dir(SinkTargetContract) if name.startswith("test_")]
+        assert len(tests) > 5
+        for name in tests:
+            self._check(getattr(self, name), folder / name)
 
-    def visible(self, committed: int) -> Texts:
-        files = sorted(self.folder.glob("w-*.txt"))
-        return [line for file in files for line in file.read_bytes().splitlines()]
+    def _check(self, test: Callable[..., None], folder: Path) -> None:
+        """Give it what pytest would."""
+
+        def make(worker: str) -> SinkTarget:
+            return self._make(folder, worker)
+
+        @contextlib.contextmanager
+        def open_sink(spool: Path) -> Iterator[str]:
+            with SinkHost(make, spool) as host:
+                yield "{}:{}".format(*host.address)
+
+        folder.mkdir()
+        given = {
+            "make": make, "target": make("w"), "open_sink": open_sink, "worker": "w",
+            "visible": lambda: lines_in(folder / "w"), "tmp_path": folder,
+        }  # fmt: skip
+        test(**{name: given[name] for name in inspect.signature(test).parameters})
 
 
 @pytest.mark.timeout(200)

@@ -16,10 +16,10 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
-from penstock.connect import wire
-from penstock.connect.listener import Listener
-from penstock.connect.registry import records
-from penstock.connect.source import Item
+from penstock.connect.clients.source import Item
+from penstock.connect.hosts.listener import Listener
+from penstock.connect.hosts.registry import records
+from penstock.connect.protocol import wire
 from penstock.connect.sources.kafka import Held, KafkaTopics, PartitionSource
 from penstock.errors import ConnectorError
 from penstock.testing.brokers import Brokers
@@ -122,7 +122,7 @@ def test_an_offset_that_is_gone(log: Log, address: str, broker: Brokers, on_gone
     with KafkaTopics(address, topic.server, [topic.name], "g", on_gone=on_gone) as topics:  # type: ignore[arg-type]
         if on_gone == "fail":
             wait_until(lambda: topics.failure, 60, "it noticing")
-            with pytest.raises(ConnectorError, match="offset 10 is not there, the first is 20"):
+            with pytest.raises(ConnectorError, match="offset 10 does not exist, the first is 20"):
                 topics.check()
             return
         wanted = 20 if on_gone == "earliest" else 10
@@ -140,6 +140,16 @@ def test_nobody_there_is_no_hang(address: str) -> None:
         topics.check()
     with KafkaTopics(address, "127.0.0.1:9", ["x"], "g", settings={"no.such": "x"}) as topics:
         wait_until(lambda: topics.failure, 10, "the setting being refused")
+
+
+def test_a_topic_that_is_not_there_and_what_was_meant(address: str, broker: Brokers) -> None:
+    topic = Topic(broker, 1)
+    wrong = topic.name.upper()
+    with KafkaTopics(address, topic.server, [wrong], "g", settings={"log_level": 0}) as topics:
+        wait_until(lambda: topics.failure, 30, "the topic being missed")
+        # Others may be meant too: topics of other tests have names like it.
+        said = f"topic {wrong} does not exist in this Kafka: did you mean {topic.name}"
+        assert str(topics.failure).startswith(said)
 
 
 class Stingy(socketserver.StreamRequestHandler):

@@ -12,13 +12,13 @@ import pytest
 
 from penstock import CreateStream, DeadLetter, Log, Record, declare, read_events
 from penstock import open as open_log
-from penstock.connect import wire
-from penstock.connect.effects import Close
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import Asked, Claim, Lease, Owner, Registry, records
-from penstock.connect.serving import READ_BYTES
-from penstock.connect.session import SourceSession, Terms
-from penstock.log.objects import Metric
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.registry import Asked, Lease, Owner, Registry, StreamClaim, records
+from penstock.connect.hosts.server import READ_BYTES
+from penstock.connect.protocol import wire
+from penstock.connect.protocol.effects import Close
+from penstock.connect.protocol.source_session import SourceSession, Terms
+from penstock.log.declaring.objects import Metric
 from penstock.testing.processes import wait_until
 from tests.connect.peer import Peer, message
 
@@ -90,14 +90,14 @@ def test_messages_are_stored_once_and_acknowledged_when_they_are(log: Log, liste
     [
         ([wire.Hello("0.0.2", "", "p", "i")], "version '0.0.2'"),
         ([wire.Hello("0.0.1", "wrong", "p", "i")], "cookie"),
-        ([wire.Notify(1, "s", 0)], "Notify before Hello"),
-        ([wire.Hello("0.0.1", "", "p", "i")] * 2, "a second time"),
+        ([wire.Notify(1, "s", 0)], "Notify was sent before Hello"),
+        ([wire.Hello("0.0.1", "", "p", "i")] * 2, "Hello was sent twice"),
         ([wire.Hello("v0.0.1", "", "p", "i"), message("s", 1)], "which is not open"),
-        ([wire.Hello("0.0.1", "", "p", "i"), wire.Ok(1)], "not for a connector to send"),
-        ([wire.Hello("0.0.1", "", "p", "i"), wire.Eos(4)], "the end of stream 4"),
+        ([wire.Hello("0.0.1", "", "p", "i"), wire.Ok(1)], "a connector cannot send"),
+        ([wire.Hello("0.0.1", "", "p", "i"), wire.Eos(4)], "EOS was sent for stream 4"),
         ([wire.Hello("0.0.1", "", "p", "i"), wire.Notify(1, "", 0)], "1 to 1000"),
         ([wire.Hello("0.0.1", "", "p", "i"), wire.Notify(1, "s", 0), wire.Notify(1, "s", 0)],
-         "asked for twice"),
+         "requested twice"),
     ],
 )  # fmt: skip
 def test_a_wrong_peer_is_told_why_and_others_live_on(
@@ -123,7 +123,7 @@ def test_bytes_that_are_no_frames_are_told_so(listen: Listen) -> None:
         peer.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
         found = peer.next()
         assert isinstance(found, wire.Error)
-        assert "a frame of 1195725856 bytes" in found.message
+        assert "a frame has 1195725856 bytes" in found.message
         assert peer.next() is None
 
 
@@ -146,7 +146,7 @@ def test_old_clients_do_not_charge_the_end_of_a_stream() -> None:
     list(session.receive([wire.Hello("0.0.1", "", "p", "i")]))
     for name in ("s", "t"):
         list(session.receive([wire.Notify(wire.stream_id(name), name, 0)]))
-        session.granted(wire.stream_id(name), wire.NEVER)
+        session.grant(wire.stream_id(name), wire.NEVER)
     list(session.receive([message("s", 1), wire.Eos(wire.stream_id("s"))]))
     assert session.state == "streaming", "one more than there were credits for"
     told = [effect for effect in session.receive([message("t", 1)]) if isinstance(effect, Close)]
@@ -161,7 +161,7 @@ def test_what_came_before_a_wrong_frame_is_stored(log: Log, listen: Listen) -> N
         assert peer.next() == wire.Ack(2, ((wire.stream_id("s"), 1),))
         found = peer.next()
         assert isinstance(found, wire.Error)
-        assert "it may have 1 to 1000" in found.message
+        assert "it must have 1 to 1000" in found.message
     assert data_of(log) == [b"good"]
 
 
@@ -185,14 +185,14 @@ def test_a_stream_is_owned_until_its_time_is_over(
     log: Log, listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An owner on another machine that dies; one that lives keeps it though nothing comes."""
-    monkeypatch.setattr("penstock.connect.registry.LEASE_S", 2.0)
+    monkeypatch.setattr("penstock.connect.hosts.registry.LEASE_S", 2.0)
     elsewhere = Owner("elsewhere", "1.1", 1, "p", "i")
     registry = Registry(log)
     number = wire.stream_id("s")
     lease = Lease(log)
     lease.renew()
     claim = registry.take(Asked(number, "s", "raw"), elsewhere, lease.token, Told().hear)
-    assert isinstance(claim, Claim)
+    assert isinstance(claim, StreamClaim)
     with Peer(listen().address) as peer:
         peer.hello()
         began = time.monotonic()
@@ -409,7 +409,7 @@ def test_a_peer_that_only_dribbles_is_sent_away(log: Log) -> None:
             time.sleep(0.1)
         found = peer.next()
         assert isinstance(found, wire.Error)
-        assert "no Hello came in time" in found.message
+        assert "no Hello was received in time" in found.message
 
 
 def test_a_stream_is_one_stream_however_a_route_writes_it(log: Log) -> None:
@@ -493,7 +493,7 @@ def test_an_error_that_nobody_knows_ends_one_connection_and_is_told(
                 one.hello()
             one.notify(name)
         with monkeypatch.context() as broken:
-            broken.setattr("penstock.connect.listener.to_parts", fail)
+            broken.setattr("penstock.connect.hosts.listener.to_parts", fail)
             peer.send(message("s", 1, b"a"))
             found = peer.next()
         assert isinstance(found, wire.Error)

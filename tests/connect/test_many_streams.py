@@ -14,24 +14,24 @@ import pytest
 
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
-from penstock.connect import wire
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import (
+from penstock.connect.clients.source import Source, SourceConnector
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.registry import (
     LEASE_S,
     LEASES,
     LOST_MAX,
     Asked,
-    Claim,
     Lease,
     Owner,
     Registry,
     SourceRecord,
+    StreamClaim,
     amend,
     progress_key,
     records,
     this_owner,
 )
-from penstock.connect.source import Source, SourceConnector
+from penstock.connect.protocol import wire
 from penstock.errors import ConnectorError
 from penstock.log.api import Commit
 from penstock.testing.processes import wait_until
@@ -79,7 +79,7 @@ class Few(Source):
 @pytest.mark.timeout(200)
 def test_ten_thousand_streams_of_one_connector(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are opened, then half of them send at once, and nobody else gets one of them."""
-    monkeypatch.setattr("penstock.connect.registry.LEASE_S", 5.0)
+    monkeypatch.setattr("penstock.connect.hosts.registry.LEASE_S", 5.0)
     sources = [Few(f"s{n}", 0) for n in range(10_000)]
     with Listener(log, RAW) as listener:
         address = "{}:{}".format(*listener.address)
@@ -107,7 +107,7 @@ def test_ten_thousand_streams_of_one_connector(log: Log, monkeypatch: pytest.Mon
 def test_a_connection_renews_one_lease_for_all_its_streams(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.connect.registry.LEASE_S", 1.0)
+    monkeypatch.setattr("penstock.connect.hosts.registry.LEASE_S", 1.0)
     names = [f"s{n}" for n in range(20)]
 
     def sequences() -> list[int]:
@@ -134,7 +134,7 @@ def test_a_connection_renews_one_lease_for_all_its_streams(
 def test_a_lease_is_renewed_well_before_it_ends(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever renews late would have its streams taken from it in between."""
     now_us = time.time_ns() // 1000
-    monkeypatch.setattr("penstock.connect.registry.now_us", lambda: now_us)
+    monkeypatch.setattr("penstock.connect.hosts.registry.now_us", lambda: now_us)
     lease, seen = Lease(log), set()
     for _ in range(40):
         lease.renew()
@@ -149,7 +149,7 @@ def test_streams_are_kept_while_messages_take_long_to_store(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than their lease: it is renewed meanwhile."""
-    monkeypatch.setattr("penstock.connect.registry.LEASE_S", 1.0)
+    monkeypatch.setattr("penstock.connect.hosts.registry.LEASE_S", 1.0)
     may_go_on = threading.Event()
 
     def decode(data: bytes) -> bytes:
@@ -214,14 +214,14 @@ def test_a_stream_that_was_given_meanwhile_is_left_to_its_owner(log: Log) -> Non
 
     late = Late(log)
     found = late.take(asked, this_owner(2, "p", "second"), "x", Told().hear)
-    assert isinstance(late.given[0], Claim)
+    assert isinstance(late.given[0], StreamClaim)
     assert isinstance(found, SourceRecord)
     assert found.owner is not None
     assert found.owner.instance == "first"
     # It was fenced, comes again, and gets it.
     lease.release()
     again = Registry(log).take(asked, this_owner(1, "p", "first"), "y", Told().hear)
-    assert isinstance(again, Claim)
+    assert isinstance(again, StreamClaim)
 
 
 def test_who_is_fenced_while_taking_a_stream_leaves_it_to_the_other(log: Log) -> None:
@@ -243,7 +243,7 @@ def test_who_is_fenced_while_taking_a_stream_leaves_it_to_the_other(log: Log) ->
             return found
 
     found = Slow(log).take(asked, this_owner(2, "p", "second"), "x", Told().hear)
-    assert isinstance(looks[2], Claim)
+    assert isinstance(looks[2], StreamClaim)
     assert isinstance(found, SourceRecord)
     assert found.owner is not None
     assert found.owner.instance == "first"
@@ -256,7 +256,7 @@ def test_a_stream_that_is_taken_meanwhile_is_not_amended(
 ) -> None:
     asked = Asked(wire.stream_id("s"), "s", "raw")
     first = Registry(log).take(asked, this_owner(1, "p", "first"), "", Told().hear)
-    assert isinstance(first, Claim)
+    assert isinstance(first, StreamClaim)
     first.release()
     lease = Lease(log)
     lease.renew()
@@ -282,7 +282,7 @@ def test_a_stream_that_is_taken_meanwhile_is_not_amended(
     monkeypatch.setattr(Registry, "record", record)
     with pytest.raises(ConnectorError, match=r"p second has s|has just taken s"):
         amend(log, asked.stream_id, forget)
-    assert isinstance(taken[1], Claim)
+    assert isinstance(taken[1], StreamClaim)
     assert [record.name for record in records(log)] == ["s"], "it is kept"
 
 
@@ -297,7 +297,7 @@ def test_not_everybody_who_lost_a_stream_is_remembered(log: Log) -> None:
     log.commit(log.hold(progress_key(asked.stream_id)), 0, Commit(progress=progress))
     registry = Registry(log, "takeover")
     found = registry.take(asked, this_owner(2, "p", "new"), "x", Told().hear)
-    assert isinstance(found, Claim)
+    assert isinstance(found, StreamClaim)
     assert len(found.record.lost) == LOST_MAX
 
 

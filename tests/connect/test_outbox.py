@@ -63,7 +63,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 
 
 def connect(database: str) -> contextlib.AbstractContextManager[Any]:
-    return outbox.connected(database)
+    return outbox.connect(database)
 
 
 def prepare(database: str) -> None:
@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_named_and_nothing_behind_it_is_lost(database: str,
         connection.commit()
     pay(database, range(2))
     relay = outbox.Relay(log, lambda: connect(database))
-    with pytest.raises(OutboxError, match=rf"row {number} of the outbox does not fit"):
+    with pytest.raises(OutboxError, match=rf"row {number} of the outbox is not valid"):
         relay.drain()
     with connect(database) as connection:
         connection.execute(f"DELETE FROM penstock_outbox WHERE id = {number}")  # noqa: S608
@@ -306,11 +306,11 @@ def test_mistakes_are_told(tmp_path: Path, log: Log) -> None:
             outbox.add(connection, "payments", object())
         outbox.add(connection, "plain", Payment("a", 1))
         connection.commit()
-    with pytest.raises(UsageError, match="no connection that the outbox knows"):
+    with pytest.raises(UsageError, match="not a connection that the outbox supports"):
         outbox.add(object(), "payments", Payment("a", 1))
     with pytest.raises(OutboxError, match="--ids producer"):
         outbox.Relay(log, lambda: connect(f"sqlite:///{tmp_path / 'b.db'}")).drain()
-    with pytest.raises(UsageError, match="is no database"), connect("mysql://x"):
+    with pytest.raises(UsageError, match="not a valid database address"), connect("mysql://x"):
         pass
 
 
@@ -424,7 +424,7 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, log: Log) -> None:
             change = "UPDATE penstock_outbox SET data = ? WHERE id = ?"
             connection.execute(change, (data, number))
             connection.commit()
-        with pytest.raises(OutboxError, match=f"row {number} of the outbox does not fit"):
+        with pytest.raises(OutboxError, match=f"row {number} of the outbox is not valid"):
             outbox.Relay(log, lambda: connect(database)).drain()
         with connect(database) as connection:
             connection.execute("DELETE FROM penstock_outbox")

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,23 @@ import pytest
 
 from penstock import CreateStream, Log, declare
 from penstock import open as open_log
-from penstock.connect.dial import DialOptions, SinkWorker
-from penstock.connect.registry import records
-from penstock.connect.sink import Sink
+from penstock.connect.clients.source import Item
+from penstock.connect.hosts.registry import records
+from penstock.connect.hosts.sink_host import SinkHost
+from penstock.connect.hosts.spool import read_dead
+from penstock.connect.hosts.targets import SinkMessage, SinkTarget
+from penstock.connect.protocol.marks import Mark
+from penstock.connect.push.worker import DialOptions, SinkWorker
 from penstock.connect.sinks.postgres import PostgresSink
-from penstock.connect.source import Item
 from penstock.connect.sources.postgres import (
-    Connection,
     PostgresListenSource,
     _Rows,
-    connected,
 )
-from penstock.connect.wire import Message
+from penstock.connect.systems.postgres import PostgresConnection, connect
 from penstock.errors import ConnectorError, UsageError
 from penstock.testing.processes import wait_until
 from penstock.testing.servers import PostgresServer
-from tests.connect.hosting import Make, hosted, refused, running, texts
+from tests.connect.hosting import Make, hosted, refused, running, texts, wait_applied
 
 pytestmark = pytest.mark.row("W9", engine="any")
 
@@ -156,10 +158,10 @@ def test_a_transaction_that_begins_while_the_newest_row_is_found_is_waited_for(
     """Which rows there are is asked before who writes: whoever has a smaller id is seen then."""
     insert(server, 0, 1)
     rows, looks = _Rows("events", "id"), list[object]()
-    look = _Rows._writing
-    with psycopg.connect(server.url) as slow, connected(server.url) as connection:
+    look = _Rows._find_writers
+    with psycopg.connect(server.url) as slow, connect(server.url) as connection:
 
-        def writing(rows: _Rows, connection: Connection) -> set[str]:
+        def writing(rows: _Rows, connection: PostgresConnection) -> set[str]:
             found = look(rows, connection)
             if not looks:
                 slow.execute("INSERT INTO events (n) VALUES (1)")
@@ -167,7 +169,7 @@ def test_a_transaction_that_begins_while_the_newest_row_is_found_is_waited_for(
             looks.append(found)
             return found
 
-        monkeypatch.setattr(_Rows, "_writing", writing)
+        monkeypatch.setattr(_Rows, "_find_writers", writing)
         read = [item for _ in range(5) for item in rows.read(connection)]
         slow.commit()
         read += [item for _ in range(5) for item in rows.read(connection)]
@@ -258,7 +260,8 @@ def test_notifications_that_are_not_safe_come_again(server: PostgresServer) -> N
     source.handle_reset(1 << 60)  # and meanwhile another program has written
     assert source.handle_next() is None
     assert told == [
-        "another program has written to a since: 3 messages that were on their way may be lost"
+        "another program has written to a in the meantime: "
+        "3 messages that were in transit may be lost"
     ]
     source.handle_close()
 
@@ -287,10 +290,6 @@ def names(server: PostgresServer) -> list[Any]:
     return do(server, "SELECT id, name FROM people ORDER BY id")
 
 
-def pending(server: PostgresServer) -> int:
-    return int(do(server, "SELECT count(*) FROM penstock_sink_pending")[0][0])
-
-
 def test_rows_are_inserted_updated_and_deleted(server: PostgresServer, tmp_path: Path) -> None:
     with hosted(people(server), tmp_path) as address, worker(address, 1) as sink:
         full = {"born": "1815-12-10", "score": 1.5, "tags": ["a", "b"], "more": {"x": [1, None]}}
@@ -301,6 +300,7 @@ def test_rows_are_inserted_updated_and_deleted(server: PostgresServer, tmp_path:
         assert sink.vote("t1", 0)
         assert names(server) == [], "not visible before it is committed"
         sink.resolve("t1", True)
+        wait_applied(sink)
         assert names(server) == [(1, "Ada"), (2, "Bob"), (4, None)]
         (found,) = do(server, "SELECT born::text, score, tags, more FROM people WHERE id = 1")
         assert (found[0], float(found[1]), found[2], found[3]) == tuple(full.values())
@@ -314,9 +314,9 @@ def test_rows_are_inserted_updated_and_deleted(server: PostgresServer, tmp_path:
         sink.send([person(2, score=7)])
         assert sink.vote("t3", start)
         sink.resolve("t3", True)
+        wait_applied(sink)
     assert do(server, "SELECT name, score FROM people WHERE id = 2") == [("Bob", 7)]
     assert names(server) == [(1, "Ada"), (2, "Bob"), (4, None)]
-    assert pending(server) == 0
 
 
 def test_a_transaction_of_nothing_but_deletes(server: PostgresServer, tmp_path: Path) -> None:
@@ -331,11 +331,12 @@ def test_a_transaction_of_nothing_but_deletes(server: PostgresServer, tmp_path: 
                 assert sink.uncommitted == (key,)
                 sink.resolve(key, commit)
                 sink.resolve(key, commit)
+                wait_applied(sink)
     assert names(server) == [(1, None)]
 
 
 def test_several_key_columns(server: PostgresServer, tmp_path: Path) -> None:
-    def make(name: str) -> Sink:
+    def make(name: str) -> SinkTarget:
         return PostgresSink(server.url, name, "pairs", ["a", "b"])
 
     with hosted(make, tmp_path) as address, worker(address, 1) as sink:
@@ -343,6 +344,7 @@ def test_several_key_columns(server: PostgresServer, tmp_path: Path) -> None:
         sink.send([*first, row({"a": 1, "b": "x"})])
         assert sink.vote("t1", 0)
         sink.resolve("t1", True)
+        wait_applied(sink)
         start = sink.sent
         sink.send([row("", "1")])
         assert not sink.vote("t2", start), "which row is it?"
@@ -363,62 +365,58 @@ def test_a_vote_outlives_the_sink_and_the_server(
         assert (sink.committed, sink.uncommitted) == (0, ("t1",))
         assert names(server) == []
         sink.resolve("t1", commit)
+        wait_applied(sink)
     expected = [(n, f"{n}") for n in range(2000)] if commit else []
     assert names(server) == expected
     with hosted(people(server), tmp_path) as address, worker(address, 3) as sink:
         sink.send([person(7000, name="next")])
         assert sink.vote("t2", sink.committed)
         sink.resolve("t2", True)
+        wait_applied(sink)
     assert names(server) == [*expected, (7000, "next")]
-    assert pending(server) == 0
 
 
-def test_a_repeated_commit_changes_nothing(server: PostgresServer) -> None:
-    def opened(committed: int, kept: int) -> PostgresSink:
-        made = PostgresSink(server.url, "w", "people", ["id"])
-        made.open(committed, kept)
-        return made
-
-    def messages(*rows: dict[str, object]) -> Sequence[Message]:
-        return [Message(1, 0, 0, None, json.dumps(data).encode()) for data in rows]
-
-    sink = opened(0, 0)
-    sink.append(messages({"id": 1}))
-    sink.flush()
-    sink.append(messages({"id": 2}))  # belongs to the next
-    sink.commit(0, 9)
-    do(server, "UPDATE people SET name = 'by hand'")
-    sink.commit(0, 9)
-    late = opened(0, 9)  # the host did not get to save it
-    late.commit(0, 9)
-    assert names(server) == [(1, "by hand")]
-    with pytest.raises(ConnectorError, match="up to 12 are not in the database, and 9 are"):
-        late.commit(9, 12)
-    with pytest.raises(ConnectorError, match="worker w was opened again by somebody else"):
-        sink.flush()
-    late.append(messages({"id": 3}))
-    late.flush()
-    assert pending(server) == 1
-    last = opened(9, 9)
-    assert pending(server) == 0, "what was not voted for is gone"
-    last.abort(9)
-    last.abort(9)
-    with pytest.raises(ConnectorError, match="the database has 9 bytes of worker w, and 3 were"):
-        opened(3, 3)
-    for one in (sink, late, last):
-        one.close()
+def test_an_earlier_versions_record_carries_over(server: PostgresServer, tmp_path: Path) -> None:
+    """It had a table without the number of messages, and others that are not used any more."""
+    do(
+        server,
+        "CREATE TABLE penstock_sink (worker text PRIMARY KEY, committed bigint NOT NULL DEFAULT 0,"
+        " waiting smallint, waiting_end bigint, opened bigint NOT NULL DEFAULT 0)",
+        "INSERT INTO penstock_sink VALUES ('public.people/w', 9, NULL, NULL, 4)",
+        "INSERT INTO people (id) VALUES (1)",
+    )
+    with hosted(people(server), tmp_path) as address, worker(address, 1) as sink:
+        assert sink.committed == 9, "known from the table alone"
+        sink.send([person(2)])
+        assert sink.vote("t", 9)
+        sink.resolve("t", True)
+        wait_applied(sink)
+    assert names(server) == [(1, None), (2, None)]
+    assert do(server, "SELECT committed, messages FROM penstock_sink") == [(18, 1)]
 
 
-def test_a_large_stretch_does_not_stay_in_memory(server: PostgresServer) -> None:
+def test_a_large_transaction_does_not_stay_in_memory(server: PostgresServer) -> None:
+    """It is one of the database's, written a page at a time."""
     sink = PostgresSink(server.url, "w", "people", ["id"])
-    sink.open(0, None)
-    for first in range(0, 20_000, 1000):
-        rows = [{"id": n, "name": "x" * 1000} for n in range(first, first + 1000)]
-        sink.append([Message(1, 0, 0, None, json.dumps(row).encode()) for row in rows])
-    assert pending(server) > 10_000
-    assert names(server) == []
-    sink.abort(0)
-    assert pending(server) == 0
+    assert sink.applied() == Mark()
+    kept = weakref.WeakSet[bytearray]()
+    most = 0
+
+    class Data(bytearray):
+        __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def messages() -> Iterator[SinkMessage]:
+        nonlocal most
+        for number in range(5000):
+            data = Data(json.dumps({"id": number, "name": "x" * 100}).encode())
+            kept.add(data)
+            most = max(most, len(kept))
+            yield SinkMessage(None, 0, data)  # type: ignore[arg-type]
+            del data
+
+    sink.apply(messages(), Mark(), Mark(1, 5000))
+    assert len(names(server)) == 5000
+    assert most <= 1001
     sink.close()
 
 
@@ -442,6 +440,7 @@ def test_what_the_table_refuses_is_voted_against(
         sink.send([person(2)])
         assert sink.vote("good", 0)
         sink.resolve("good", True)
+        wait_applied(sink)
     assert names(server) == [(2, None)]
 
 
@@ -458,17 +457,50 @@ def test_what_is_refused_only_at_the_end_of_a_transaction_is_voted_against_too(
     assert names(server) == []
 
 
-def test_what_is_not_there_is_not_committed(server: PostgresServer) -> None:
-    sink = PostgresSink(server.url, "w", "people", ["id"])
-    sink.open(0, None)
-    sink.append([Message(1, 0, 0, None, b'{"id": 1}')])
-    sink.flush()
-    with pytest.raises(ConnectorError, match="up to 12 are not in the database, and 0 are"):
-        sink.commit(0, 12)
-    assert names(server) == []
-    sink.commit(0, 9)
+@pytest.mark.row("X10", engine="any")
+def test_what_is_refused_after_it_was_decided_is_put_aside(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    """The rows around it are there; the one that is refused can be looked at, and why."""
+    told: list[str] = []
+    with hosted(people(server, rehearse=False), tmp_path, told) as address:
+        with worker(address, 1) as sink:
+            sink.send([person(n, score=-1 if n in (3, 7) else 1) for n in range(10)])
+            assert sink.vote("t", 0), "it was not tried"
+            sink.resolve("t", True)
+            wait_applied(sink)
+            sink.send([person(11)])
+            assert sink.vote("next", sink.committed)
+            sink.resolve("next", True)
+            wait_applied(sink)
+    assert [number for number, _ in names(server)] == [0, 1, 2, 4, 5, 6, 8, 9, 11]
+    dead = read_dead(tmp_path)
+    assert [(found.name, found.place.messages, found.message.key) for found in dead] == [
+        ("w", 3, b"3"), ("w", 7, b"7"),
+    ]  # fmt: skip
+    assert all("violates check constraint" in found.error for found in dead)
+    assert sum("which was set aside" in line for line in told) == 2
+
+
+def test_a_table_that_is_gone_is_not_a_row_that_is_refused(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    """Nothing is put aside: the sink gives up, and goes on when it is started with the table."""
+    with SinkHost(people(server), tmp_path) as host:
+        address = "{}:{}".format(*host.address)
+        with worker(address, 1) as sink:
+            sink.send([person(1)])
+            do(server, "ALTER TABLE people RENAME TO elsewhere")
+            assert sink.vote("t", 0)
+            sink.resolve("t", True)
+            wait_until(lambda: host._failure is not None, 30, "its giving up")
+        with pytest.raises(UsageError, match="the table must exist"):
+            host.check()
+    do(server, "ALTER TABLE elsewhere RENAME TO people")
+    with hosted(people(server), tmp_path) as address, worker(address, 2) as sink:
+        wait_applied(sink)
     assert names(server) == [(1, None)]
-    sink.close()
+    assert read_dead(tmp_path) == []
 
 
 def test_several_workers_begin_at_once(server: PostgresServer, tmp_path: Path) -> None:
@@ -480,6 +512,7 @@ def test_several_workers_begin_at_once(server: PostgresServer, tmp_path: Path) -
                 sink.send([person(n) for n in range(number * 100, number * 100 + 100)])
                 assert sink.vote("t", 0)
                 sink.resolve("t", True)
+                wait_applied(sink)
         except BaseException as error:
             failures.append(error)
 
@@ -494,53 +527,49 @@ def test_several_workers_begin_at_once(server: PostgresServer, tmp_path: Path) -
 
 
 def test_key_columns_are_needed(server: PostgresServer) -> None:
-    with pytest.raises(UsageError, match="one key column or more"):
+    with pytest.raises(UsageError, match="no key column given"):
         PostgresSink(server.url, "w", "people", [])
 
 
 def test_the_server_is_down(server: PostgresServer, tmp_path: Path) -> None:
+    """Votes and outcomes do not need it; what is decided is applied when it is back."""
     told: list[str] = []
-    with hosted(people(server), tmp_path, told) as address:
-        with worker(address, 1) as sink:
-            sink.send([person(1)])
-            server.kill()
-            assert not sink.vote("t1", 0), "it cannot be durable"
-            with refused(told, "could not abort t1"):
-                sink.resolve("t1", False)
+    with hosted(people(server), tmp_path, told) as address, worker(address, 1) as sink:
+        sink.send([person(1)])
+        server.kill()
+        assert sink.vote("t1", 0)
+        sink.resolve("t1", True)
+        wait_until(lambda: any("not available" in line for line in told), 30, "its being noticed")
         with refused(told, "the target cannot be used"):
-            worker(address, 2).__enter__()
+            worker(address, 1, "other").__enter__()
         server.start()
-        with worker(address, 3) as sink:
-            assert (sink.committed, sink.uncommitted) == (0, ())
-            sink.send([person(1)])
-            assert sink.vote("t2", 0)
-            server.kill()
-            with refused(told, "could not commit t2"):
-                sink.resolve("t2", True)
-        server.start()
-        with worker(address, 4) as sink:
-            assert sink.uncommitted == ("t2",)
-            sink.resolve("t2", True)
+        wait_applied(sink)
     assert names(server) == [(1, None)]
 
 
 def test_the_server_stands_still(server: PostgresServer, tmp_path: Path) -> None:
     """It holds its connections and does not answer; later it does what it was told before."""
-    with hosted(people(server, timeout_s=1.0), tmp_path) as address:
-        with worker(address, 1) as sink:
+    told: list[str] = []
+    make = people(server, timeout_s=1.0, rehearse=False)
+    with hosted(make, tmp_path, told) as address, worker(address, 1) as sink:
+        (found,) = do(
+            server,
+            "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'"
+            " AND pid <> pg_backend_pid()",
+        )
+        os.kill(found[0], signal.SIGSTOP)
+        try:
             sink.send([person(1)])
-            (found,) = do(
-                server,
-                "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'"
-                " AND pid <> pg_backend_pid()",
+            assert sink.vote("t1", 0)
+            sink.resolve("t1", True)
+            wait_until(
+                lambda: any("not available" in line for line in told), 30, "its being noticed"
             )
-            os.kill(found[0], signal.SIGSTOP)
-            try:
-                assert not sink.vote("t1", 0)
-            finally:
-                os.kill(found[0], signal.SIGCONT)
-        with worker(address, 2) as sink:
-            sink.send([person(2)])
-            assert sink.vote("t2", 0)
-            sink.resolve("t2", True)
-    assert names(server) == [(2, None)]
+        finally:
+            os.kill(found[0], signal.SIGCONT)
+        wait_applied(sink)
+        sink.send([person(2)])
+        assert sink.vote("t2", sink.committed)
+        sink.resolve("t2", True)
+        wait_applied(sink)
+    assert names(server) == [(1, None), (2, None)]

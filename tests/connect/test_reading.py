@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -10,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.connect import wire
-from penstock.connect.addresses import ENVIRONMENT, announced, check_address, resolved
-from penstock.connect.codecs import decoder, encoder
-from penstock.connect.reading import SinkClient
-from penstock.connect.sink import SinkOptions
-from penstock.connect.spool import Spool, SpoolSink
+from penstock.connect.addresses import ENVIRONMENT, announce, check_address, resolve_address
+from penstock.connect.clients.codecs import decoder, encoder
+from penstock.connect.clients.reader import SinkClient
+from penstock.connect.hosts.inbox import Inbox
+from penstock.connect.hosts.sink_host import SinkOptions
+from penstock.connect.push.worker import DialOptions, SinkWorker
 from penstock.errors import (
     ClosedError,
     ConnectorTimeoutError,
@@ -51,7 +53,7 @@ def test_messages_are_read_once_they_are_committed(tmp_path: Path) -> None:
         assert sink.last is not None
         assert (sink.last.worker, sink.last.key, sink.last.time_ns) == ("other", b"k", 7)
         assert sink.read() == 3
-        with pytest.raises(ConnectorTimeoutError, match=r"nothing came within 0.05 s"):
+        with pytest.raises(ConnectorTimeoutError, match=r"no message arrived within 0.05 s"):
             sink.read(timeout=0.05)
         pusher.push("4")
         assert sink.read(timeout=0) == 4
@@ -99,7 +101,7 @@ def test_a_message_that_failed_comes_again(tmp_path: Path) -> None:
 def test_a_decoder_that_fails(tmp_path: Path) -> None:
     with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
         Pusher("auto:numbers").push("one", "2")
-        with pytest.raises(RecordError, match=r"the decoder number cannot read b'one': ValueError"):
+        with pytest.raises(RecordError, match=r"decoder number cannot decode b'one': ValueError"):
             sink.read(timeout=5)
         assert sink.read(timeout=5) == 2
 
@@ -110,7 +112,7 @@ def test_codecs_say_what_is_wrong() -> None:
         return message  # type: ignore[return-value]
 
     assert wrong("é") == "é".encode()
-    with pytest.raises(UsageError, match="the encoder wrong gave int, not bytes or str"):
+    with pytest.raises(UsageError, match="encoder wrong must return bytes or str, not int"):
         wrong(1)
 
 
@@ -122,7 +124,7 @@ def test_what_nobody_reads_is_bounded(tmp_path: Path) -> None:
         pusher.push("y" * 900)
         with pytest.raises(SinkGoneError):
             pusher.push("z")
-        assert any("1,800 bytes wait to be read, and 1,000 may" in line for line in told)
+        assert any("1,800 bytes are waiting, and the limit is 1,000" in line for line in told)
         sink.read()
         sink.read()
         with pytest.raises(ConnectorTimeoutError):
@@ -165,7 +167,7 @@ def test_killed_when_all_was_read_and_before_it_was_forgotten(
 ) -> None:
     """Nothing of it comes again, and what comes behind it is read."""
 
-    def killed(spool: Spool, stretch: object) -> None:
+    def killed(spool: Inbox) -> None:
         raise ZeroDivisionError
 
     pusher = Pusher("auto:numbers")
@@ -173,7 +175,7 @@ def test_killed_when_all_was_read_and_before_it_was_forgotten(
         pusher.push("1", "2")
         assert [sink.read(timeout=5), sink.read(timeout=5)] == [1, 2]
         with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-            patched.setattr(Spool, "_forget", killed)
+            patched.setattr(Inbox, "_finish", killed)
             sink.read(timeout=0)
         sink.close()
     for following in (3, 4):
@@ -186,51 +188,52 @@ def test_killed_when_all_was_read_and_before_it_was_forgotten(
 
 @pytest.mark.row("W7", engine="any")
 def test_what_came_first_and_was_committed_last_is_read_last(tmp_path: Path) -> None:
-    """How far one stretch was read says nothing of another, whose messages are older."""
-    spool = Spool(tmp_path, 1000)
-    first, last = SpoolSink(spool, "first"), SpoolSink(spool, "last")
-    for sink in (last, first):
-        sink.open(0, None)
-        sink.append([wire.Message(1, 0, 0, None, b"%d" % n) for n in range(2)])
-        sink.flush()
-    for sink, worker in ((first, "first"), (last, "last")):
-        sink.commit(0, 2)
-        found = [spool.take(), spool.take()]
-        assert [(kept.worker, kept.data) for kept in found if kept] == [
-            (worker, b"0"),
-            (worker, b"1"),
-        ]
-        spool.confirm()
-    assert spool.take() is None
-    spool.close()
+    """How far one transaction was read says nothing of another, whose messages are older."""
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        with worker_of("first") as first, worker_of("last") as last:
+            for sent, texts in ((last, b"34"), (first, b"12")):
+                sent.send([(None, 0, bytes([text])) for text in texts])
+                assert sent.vote("t", 0)
+            for told in (first, last):
+                told.resolve("t", True)
+        found = [(sink.read(timeout=5), sink.last and sink.last.worker) for _ in range(4)]
+    assert found == [(1, "first"), (2, "first"), (3, "last"), (4, "last")]
 
 
-@pytest.mark.row("W12", engine="any")
-def test_what_is_voted_for_or_decided_is_written_through(tmp_path: Path) -> None:
-    """Only what is durable survives a loss of power: vote, commit and abort are."""
-    said: list[str] = []
-    spool = Spool(tmp_path, 1000)
-    spool._database.set_trace_callback(said.append)
+def worker_of(name: str) -> SinkWorker:
+    return SinkWorker("auto:numbers", name, (1,), DialOptions(timeout_s=10.0))
 
-    def is_durable() -> bool:
-        chosen = [text for text in said if text.startswith("PRAGMA synchronous")]
-        said.clear()
-        return chosen == ["PRAGMA synchronous = FULL"]
 
-    sink = SpoolSink(spool, "w")
-    sink.open(0, None)
-    sink.append([wire.Message(1, 0, 0, None, b"one")])
-    said.clear()
-    sink.flush()
-    assert is_durable()
-    with pytest.raises(UsageError, match="does not hold worker w up to 4"):
-        sink.commit(0, 4)
-    said.clear()
-    sink.commit(0, 3)
-    assert is_durable()
-    sink.abort(3)
-    assert is_durable()
-    spool.close()
+EARLIER = """
+    CREATE TABLE messages (id INTEGER PRIMARY KEY AUTOINCREMENT, worker TEXT NOT NULL, key BLOB,
+        time_ns INTEGER NOT NULL, data BLOB NOT NULL);
+    CREATE TABLE votes (worker TEXT PRIMARY KEY, last INTEGER NOT NULL, end INTEGER NOT NULL);
+    CREATE TABLE ends (worker TEXT PRIMARY KEY, last INTEGER NOT NULL, end INTEGER NOT NULL);
+    CREATE TABLE stretches (number INTEGER PRIMARY KEY AUTOINCREMENT, worker TEXT NOT NULL,
+        first INTEGER NOT NULL, last INTEGER NOT NULL, bytes INTEGER NOT NULL);
+    INSERT INTO messages VALUES (1, 'w', NULL, 7, X'31'), (2, 'w', X'6B', 7, X'32'),
+        (3, 'w', NULL, 7, X'33'), (4, 'v', NULL, 7, X'35'), (5, 'w', NULL, 7, X'34');
+    INSERT INTO stretches VALUES (1, 'w', 1, 3, 3), (2, 'w', 5, 5, 1), (3, 'v', 4, 4, 1);
+    INSERT INTO ends VALUES ('w', 5, 4), ('v', 4, 1);
+"""
+
+
+def test_what_an_earlier_version_has_not_read_carries_over(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "spool.db")) as database:
+        database.executescript(EARLIER)
+    (tmp_path / "spool.place").write_bytes((1).to_bytes(8, "big") * 2)  # the first was read
+    (tmp_path / "transactions.jsonl").write_text(
+        '{"worker":"w","standing":{"committed":{"1":4},"attempt":[3]}}\n'
+        '{"worker":"v","standing":{"committed":{"1":1}}}\n'
+    )
+    with SinkClient("auto:numbers", tmp_path, decoder=number) as sink:
+        assert [sink.read(timeout=5) for _ in range(2)] == [2, 3]
+        with SinkWorker("auto:numbers", "w", (4,), DialOptions(timeout_s=10.0)) as worker:
+            assert worker.committed == 4
+            worker.send([(None, 0, b"6")])
+            assert worker.vote("t", 4)
+            worker.resolve("t", True)
+        assert [sink.read(timeout=5) for _ in range(3)] == [4, 5, 6]
 
 
 def test_addresses(ports: Path) -> None:
@@ -239,14 +242,14 @@ def test_addresses(ports: Path) -> None:
     for wrong in ("nowhere", "h:0", "h:99999", "auto:", "auto:../x", "auto:a b"):
         with pytest.raises(UsageError):
             check_address(wrong)
-    with pytest.raises(OSError, match="nobody listens as words"):
-        resolved("auto:words")
-    with announced("words", ("127.0.0.1", 4)):
-        assert resolved("auto:words") == ("127.0.0.1", 4)
-        with announced("words", ("127.0.0.1", 5)):
-            assert resolved("auto:words") == ("127.0.0.1", 5)
+    with pytest.raises(OSError, match="no program on this machine listens as words"):
+        resolve_address("auto:words")
+    with announce("words", ("127.0.0.1", 4)):
+        assert resolve_address("auto:words") == ("127.0.0.1", 4)
+        with announce("words", ("127.0.0.1", 5)):
+            assert resolve_address("auto:words") == ("127.0.0.1", 5)
         assert not list(ports.iterdir()), "the one who came last has taken its note away"
-    assert resolved("[::1]:80") == ("::1", 80)
+    assert resolve_address("[::1]:80") == ("::1", 80)
     assert SinkOptions().address == "127.0.0.1:0"
 
 
@@ -257,7 +260,7 @@ def test_whoever_ends_does_not_take_a_successors_note_away(
     is_over = threading.Event()
 
     def succeed() -> None:
-        with announced("words", ("127.0.0.1", 5)):
+        with announce("words", ("127.0.0.1", 5)):
             is_over.wait(30)
 
     successor = threading.Thread(target=succeed)
@@ -270,11 +273,11 @@ def test_whoever_ends_does_not_take_a_successors_note_away(
             successor.join(0.3)  # time enough to leave a note, if it may
         return found
 
-    with announced("words", ("127.0.0.1", 4)):
+    with announce("words", ("127.0.0.1", 4)):
         monkeypatch.setattr(Path, "read_text", slow)
     try:
         wait_until((ports / "words").exists, 5, "the successor's note")
-        assert resolved("auto:words") == ("127.0.0.1", 5)
+        assert resolve_address("auto:words") == ("127.0.0.1", 5)
     finally:
         is_over.set()
         successor.join(30)
@@ -294,5 +297,5 @@ def test_closing_from_elsewhere_does_not_count_as_having_read(tmp_path: Path) ->
 
 
 def test_reading_for_anybody_needs_a_cookie(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"anybody who reaches 0.0.0.0:1 could write"):
+    with pytest.raises(UsageError, match=r"anyone who can reach 0.0.0.0:1 could write"):
         SinkClient("0.0.0.0:1", tmp_path)

@@ -12,7 +12,7 @@ import redis
 
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
-from penstock.connect.source import Item, Source
+from penstock.connect.clients.source import Item, Source
 from penstock.connect.sources.redis import (
     RedisGroupSource,
     RedisStreamSource,
@@ -133,7 +133,7 @@ def test_entries_that_are_gone_are_told(
         case "deleted":
             client.xdel("s", found[14][0])
     with pytest.raises(
-        ConnectorError, match=f"an entry behind {found[9][0].decode()} of s is gone"
+        ConnectorError, match=f"an entry after {found[9][0].decode()} of s was removed"
     ):
         with running(log, stream(server)) as connector:
             connector.finish(30)
@@ -163,7 +163,7 @@ def test_what_is_gone_is_told_after_a_reset_too(server: RedisServer, client: red
     wait_until(has_come, 30, "all of them")
     client.xtrim("s", minid=ids[8], approximate=False)
     source.handle_reset(number_of(ids[5]))
-    with pytest.raises(ConnectorError, match=r"an entry behind .* is gone from Redis"):
+    with pytest.raises(ConnectorError, match=r"an entry after .* was removed from Redis"):
         wait_until(lambda: source.handle_next() is not None, 30, "the next one")
     source.handle_close()
 
@@ -198,7 +198,7 @@ def test_what_was_deleted_before_the_beginning_is_no_loss(
 def test_an_id_that_is_no_number(server: RedisServer, client: redis.Redis, log: Log) -> None:
     assert number_of(b"1-5") == (1 << 20) + 5
     client.xadd("s", {"data": "x"}, id=f"1-{1 << 20}")
-    with pytest.raises(ConnectorError, match="the id 1-1048576 does not fit into a number"):
+    with pytest.raises(ConnectorError, match="id 1-1048576 does not fit into a 64-bit number"):
         with running(log, stream(server)) as connector:
             connector.finish(30)
 
@@ -294,7 +294,7 @@ def test_a_delivered_entry_that_is_gone(server: RedisServer, client: redis.Redis
     client.xgroup_create("s", "g", "0")
     client.xreadgroup("g", "a", {"s": ">"})
     client.xtrim("s", maxlen=1, approximate=False)
-    with pytest.raises(ConnectorError, match="of s is gone from Redis"):
+    with pytest.raises(ConnectorError, match="of s was removed from Redis"):
         with running(log, group(server)) as connector:
             connector.finish(30)
     with running(log, group(server, on_gone="skip")):
@@ -364,6 +364,7 @@ def test_what_is_not_safe_is_bounded(server: RedisServer, client: redis.Redis) -
     assert source.handle_next() is None
     assert source.dropped == 20
     assert told == [
-        "another program has written to a since: 5 messages that were on their way may be lost"
+        "another program has written to a in the meantime: "
+        "5 messages that were in transit may be lost"
     ]
     source.handle_close()

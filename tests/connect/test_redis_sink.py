@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import redis
 
-from penstock.connect.dial import DialOptions, SinkWorker
-from penstock.connect.sink import Sink
+from penstock.connect.hosts.earlier import TRANSACTIONS
+from penstock.connect.hosts.targets import SinkMessage, SinkTarget
+from penstock.connect.protocol.marks import Mark
+from penstock.connect.push.worker import DialOptions, SinkWorker
 from penstock.connect.sinks.redis import RedisHashSink, RedisPublishSink
-from penstock.connect.wire import Message
-from penstock.errors import ConnectorError, UsageError
+from penstock.errors import ConnectorError, DamagedError, SinkGoneError, UsageError
 from penstock.testing.processes import wait_until
 from penstock.testing.servers import RedisServer
 from tests.connect.hosting import (
@@ -21,6 +23,7 @@ from tests.connect.hosting import (
     hosted,
     refused,
     start_redis,
+    wait_applied,
 )
 
 pytestmark = pytest.mark.row("W9", engine="any")
@@ -52,27 +55,20 @@ def out(client: redis.Redis) -> list[str]:
     return [fields[b"data"].decode() for _, fields in found]
 
 
-def own_keys(client: redis.Redis, what: str = "pending") -> list[bytes]:
-    found: Any = client.keys(f"penstock:{what}:*")
-    return list(found)
-
-
-def test_a_stretch_has_a_limit(
-    server: RedisServer, client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.connect.sinks.redis.STRETCH_BYTES_MAX", 1000)
-    told: list[str] = []
-    with hosted(entries(server), tmp_path, told) as address, worker(address, 1) as sink:
-        sink.send([row(None, "x" * 100)] * 12)
-        assert not sink.vote("t1", 0)
-        sink.resolve("t1", False)
-        assert any("send fewer at a time" in line for line in told), told
-        for number in range(5):
-            sink.sent = number * 300
-            sink.send([row(None, "y" * 100)] * 3)
-            assert sink.vote(f"n{number}", number * 300)
-            sink.resolve(f"n{number}", True)
-    assert out(client) == ["y" * 100] * 15
+@pytest.mark.parametrize("data", ["one", ""])
+def test_a_large_transaction_is_applied_in_steps(
+    server: RedisServer, client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    data: str,
+) -> None:  # fmt: skip
+    """Redis serves nobody else during one; each step moves the mark."""
+    monkeypatch.setattr(RedisPublishSink, "page_bytes", 10)
+    with hosted(entries(server), tmp_path) as address, worker(address, 1) as sink:
+        sink.send([row(None, data)] * 12)
+        assert sink.vote("t1", 0)
+        sink.resolve("t1", True)
+        wait_applied(sink)
+    assert out(client) == [data] * 12
+    assert client.get("penstock:committed:out:w") == f"{12 * len(data)}.12".encode()
 
 
 def test_hashes(server: RedisServer, client: redis.Redis, tmp_path: Path) -> None:
@@ -85,13 +81,13 @@ def test_hashes(server: RedisServer, client: redis.Redis, tmp_path: Path) -> Non
         assert sink.vote("t1", 0)
         assert not client.keys("h:*"), "not visible before it is committed"
         sink.resolve("t1", True)
+        wait_applied(sink)
         ada = {b"name": "Ada é".encode(), b"n": b"7", b"tags": b'["a", 1]'}
         assert hash_of(client, "h:ada") == ada
         sink.send([row("bob", '{"name": "Robert"}'), row("cyd", "{}")])
         assert sink.vote("t2", sink.sent - 20)
         sink.resolve("t2", False)
         assert hash_of(client, "h:bob") == {b"name": b"Bob"}
-    assert not own_keys(client)
 
 
 def test_a_transaction_of_nothing_but_deletes(
@@ -111,6 +107,7 @@ def test_a_transaction_of_nothing_but_deletes(
                 assert sink.uncommitted == (key,)
                 sink.resolve(key, commit)
                 sink.resolve(key, commit)
+                wait_applied(sink)
     assert hash_of(client, "h:ada") == {b"n": b"1"}
     assert not client.exists("h:bob")
 
@@ -130,43 +127,57 @@ def test_a_vote_outlives_the_sink_and_redis(
         assert (sink.committed, sink.uncommitted) == (0, ("t1",))
         assert out(client) == []
         sink.resolve("t1", commit)
+        wait_applied(sink)
     assert out(client) == ([f"{n}" for n in range(2000)] if commit else [])
     with hosted(entries(server), tmp_path) as address, worker(address, 3) as sink:
         sink.send([row(None, "next")])
         assert sink.vote("t2", sink.committed)
         sink.resolve("t2", True)
+        wait_applied(sink)
     assert out(client)[-1:] == ["next"]
-    assert not own_keys(client)
 
 
-def test_a_repeated_commit_changes_nothing(server: RedisServer, client: redis.Redis) -> None:
-    def opened(committed: int, kept: int) -> RedisPublishSink:
-        made = RedisPublishSink(server.url, "w", stream="out")
-        made.open(committed, kept)
-        return made
-
-    sink = opened(0, 0)
-    sink.append([Message(1, 0, 0, None, b"one"), Message(1, 3, 0, None, b"two")])
-    sink.flush()
-    sink.append([Message(1, 6, 0, None, b"next")])
-    sink.commit(0, 6)
-    sink.commit(0, 6)
-    sink.close()
-    sink = opened(0, 6)  # the host did not get to save it
-    sink.commit(0, 6)
+def test_an_earlier_versions_record_carries_over(
+    server: RedisServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    """It counted bytes alone, in Redis and in its folder."""
+    client.set("penstock:committed:out:w", 3)
+    client.set("penstock:opened:out:w", 9)
+    client.xadd("out", {"data": "one"})
+    line = (
+        b'{"worker":"w","standing":{"committed":{"1":3},"pending":null,"resolved":["t1",true],'
+        b'"attempt":[1]}}\n'
+    )
+    (tmp_path / TRANSACTIONS).write_bytes(line)
+    with hosted(entries(server), tmp_path) as address:
+        with pytest.raises(ConnectorError, match="attempt 0 of worker w is older than 1"):
+            worker(address, 0).__enter__()
+        with worker(address, 2) as sink:
+            assert sink.committed == 3
+            sink.send([row(None, "two")])
+            assert sink.vote("t2", 3)
+            sink.resolve("t2", True)
+            wait_applied(sink)
     assert out(client) == ["one", "two"]
-    with pytest.raises(ConnectorError, match="up to 9 are not in Redis, and 6 are committed"):
-        sink.commit(6, 9)
-    sink.append([Message(1, 6, 0, None, b"xyz")])
-    sink.flush()
-    late = opened(6, 6)
-    assert not own_keys(client), "what was not voted for is gone"
-    late.abort(6)
-    late.abort(6)
-    with pytest.raises(ConnectorError, match="Redis has 6 bytes of worker w, and 3 were"):
-        opened(3, 3)
-    for one in (sink, late):
-        one.close()
+    assert client.get("penstock:committed:out:w") == b"6.1"
+    assert not client.exists("penstock:opened:out:w")
+    assert not (tmp_path / TRANSACTIONS).exists(), "an earlier version must not go on with it"
+
+
+def test_an_earlier_versions_vote_is_not_guessed_at(server: RedisServer, tmp_path: Path) -> None:
+    for vote in (
+        '{"transaction":"t2","start":3,"end":6}',
+        '{"transaction":"t2","stretches":[[1,3,6]]}',
+    ):
+        committed = "3" if "start" in vote else '{"1":3}'
+        line = f'{{"worker":"w","standing":{{"committed":{committed},"pending":{vote}}}}}\n'
+        (tmp_path / TRANSACTIONS).write_text(line)
+        with pytest.raises(UsageError, match=r"awaits the outcome of t2.*run the earlier"):
+            with hosted(entries(server), tmp_path):
+                pass
+    (tmp_path / TRANSACTIONS).write_bytes(b'__import__("os")\n')
+    with pytest.raises(DamagedError, match="line 1 is damaged"), hosted(entries(server), tmp_path):
+        pass
 
 
 def test_what_is_sent_between_vote_and_outcome_belongs_to_the_next(
@@ -179,13 +190,14 @@ def test_what_is_sent_between_vote_and_outcome_belongs_to_the_next(
         sink.resolve("t1", True)
         assert sink.vote("t2", 3)
         sink.resolve("t2", True)
+        wait_applied(sink)
     assert out(client) == ["one", "two"]
 
 
 def test_messages_are_published_when_they_are_committed(
     server: RedisServer, client: redis.Redis, tmp_path: Path
 ) -> None:
-    def make(name: str) -> Sink:
+    def make(name: str) -> SinkTarget:
         return RedisPublishSink(server.url, name, channel="c")
 
     listening: Any = client
@@ -199,6 +211,7 @@ def test_messages_are_published_when_they_are_committed(
             sink.send([row(None, "one"), row(None, "two")])
             assert sink.vote("t2", 0)
             sink.resolve("t2", True)
+            wait_applied(sink)
         heard: list[bytes] = []
 
         def listen() -> bool:
@@ -226,72 +239,47 @@ def test_what_cannot_be_applied_is_voted_against(
 def test_a_stream_that_is_none_is_refused(
     server: RedisServer, client: redis.Redis, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="either a channel or a stream"):
+    with pytest.raises(UsageError, match="specify either a channel or a stream"):
         RedisPublishSink(server.url, "w")
     client.set("out", "x")
     told: list[str] = []
     with hosted(entries(server), tmp_path, told) as address:
-        with refused(told, "out is there in Redis, and is no stream"):
+        with refused(told, "key out in Redis is not a stream"):
             worker(address, 1).__enter__()
 
 
-def test_a_target_that_became_something_else_keeps_what_was_voted_for(
+def test_a_target_that_became_something_else_keeps_what_was_decided(
     server: RedisServer, client: redis.Redis
 ) -> None:
-    """Redis does not undo: nothing is applied, and nothing is forgotten, until it is put right."""
+    """Redis does not undo: nothing is applied, and the mark stays, until it is put right."""
     sink = entries(server)("w")
-    sink.open(0, None)
-    sink.append([Message(1, 0, 0, None, b"one")])
-    sink.flush()
+    assert sink.applied() == Mark()
     client.set("out", "x")
-    with pytest.raises(UsageError, match="out is there in Redis, and is no stream"):
-        sink.commit(0, 3)
+    with pytest.raises(UsageError, match="key out in Redis is not a stream"):
+        sink.apply([SinkMessage(None, 0, b"one")], Mark(), Mark(3, 1))
     client.delete("out")
-    sink.open(0, 3)
-    sink.commit(0, 3)
+    assert sink.applied() == Mark()
+    sink.apply([SinkMessage(None, 0, b"one")], Mark(), Mark(3, 1))
     assert out(client) == ["one"]
     sink.close()
 
 
-def test_another_redis_is_noticed(server: RedisServer, client: redis.Redis) -> None:
-    sink = entries(server)("w")
-    sink.open(0, None)
-    sink.append([Message(1, 0, 0, None, b"one")])
-    sink.flush()
-    with pytest.raises(ConnectorError, match="up to 5 are not in Redis, and 0 are committed"):
-        sink.commit(0, 5)
-    sink.commit(0, 3)
-    with pytest.raises(ConnectorError, match="Redis has 3 bytes of worker w, and 5 were"):
-        sink.open(5, None)
-    client.flushall()
-    with pytest.raises(ConnectorError, match="Redis has 0 bytes of worker w, and 3 were"):
-        sink.open(3, None)
-    sink.close()
-
-
 def test_redis_is_down(server: RedisServer, client: redis.Redis, tmp_path: Path) -> None:
+    """Votes and outcomes do not need it; what is decided is applied when it is back."""
     told: list[str] = []
     with hosted(entries(server), tmp_path, told) as address:
         with worker(address, 1, 30) as sink:
             sink.send([row(None, "one")])
             server.kill()
-            assert not sink.vote("t1", 0), "it cannot be durable"
-            with refused(told, "could not abort t1"):
-                sink.resolve("t1", False)
-        with refused(told, "the target cannot be used"):
-            worker(address, 2, 30).__enter__()
-        start_redis(server, client)
-        with worker(address, 3, 30) as sink:
-            assert (sink.committed, sink.uncommitted) == (0, ())
-            sink.send([row(None, "one")])
-            assert sink.vote("t2", 0)
-            server.kill()
-            with refused(told, "could not commit t2"):
-                sink.resolve("t2", True)
-        start_redis(server, client)
-        with worker(address, 4, 30) as sink:
-            assert sink.uncommitted == ("t2",)
-            sink.resolve("t2", True)
+            assert sink.vote("t1", 0)
+            sink.resolve("t1", True)
+            wait_until(
+                lambda: any("not available" in line for line in told), 30, "its being noticed"
+            )
+            with refused(told, "the target cannot be used"):
+                SinkWorker(address, "other", (1,), DialOptions(timeout_s=30)).__enter__()
+            start_redis(server, client)
+            wait_applied(sink)
     assert out(client) == ["one"]
 
 
@@ -302,33 +290,40 @@ def test_redis_stands_still(
     monkeypatch.setattr("penstock.connect.sinks.redis.TIMEOUT_S", 1.0)
     process = server._process
     assert process is not None
-    with hosted(entries(server), tmp_path) as address:
-        with worker(address, 1, 30) as sink:
-            sink.send([row(None, "old")])
-            process.send_signal(signal.SIGSTOP)
-            try:
-                assert not sink.vote("t1", 0)
-            finally:
-                process.send_signal(signal.SIGCONT)
-        with worker(address, 2, 30) as sink:
-            sink.send([row(None, "new")])
-            assert sink.vote("t2", 0)
-            sink.resolve("t2", True)
-    assert out(client) == ["new"]
+    told: list[str] = []
+    with hosted(entries(server), tmp_path, told) as address, worker(address, 1, 30) as sink:
+        sink.send([row(None, "one")])
+        process.send_signal(signal.SIGSTOP)
+        try:
+            assert sink.vote("t1", 0)
+            sink.resolve("t1", True)
+            wait_until(
+                lambda: any("not available" in line for line in told), 30, "its being noticed"
+            )
+        finally:
+            process.send_signal(signal.SIGCONT)
+        wait_applied(sink)
+        sink.send([row(None, "two")])
+        assert sink.vote("t2", 3)
+        sink.resolve("t2", True)
+        wait_applied(sink)
+    assert out(client) == ["one", "two"]
 
 
-def test_a_zombie_cannot_replace_what_was_voted_for(
-    server: RedisServer, client: redis.Redis
+def test_another_redis_is_gone_on_from(
+    server: RedisServer, client: redis.Redis, tmp_path: Path
 ) -> None:
-    zombie, sink = entries(server)("w"), entries(server)("w")
-    zombie.open(0, None)
-    zombie.append([Message(1, 0, 0, None, b"old")])
-    sink.open(0, None)
-    sink.append([Message(1, 0, 0, None, b"new")])
-    sink.flush()
-    with pytest.raises(ConnectorError, match="was opened again by somebody else"):
-        zombie.flush()
-    sink.commit(0, 3)
-    assert out(client) == ["new"]
-    zombie.close()
-    sink.close()
+    """It was restored from an older copy, or is another: the worker hears what it has."""
+    told: list[str] = []
+    with hosted(entries(server), tmp_path) as address, worker(address, 1) as sink:
+        sink.send([row(None, "one")])
+        assert sink.vote("t1", 0)
+        sink.resolve("t1", True)
+        wait_applied(sink)
+    client.flushall()
+    with hosted(entries(server), tmp_path, told) as address:
+        with worker(address, 2) as sink, contextlib.suppress(SinkGoneError):
+            wait_until(lambda: sink.ask() is None, 30, "its being sent away")
+        assert any("is at 0.0, but the spool has 3.1 to 3.1" in line for line in told)
+        with worker(address, 3) as sink:
+            assert sink.committed == 0

@@ -4,11 +4,13 @@ and apps say why.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -17,14 +19,16 @@ import redis
 from penstock import CreateStream, Log, declare, outbox
 from penstock import open as open_log
 from penstock.cli.main import main
-from penstock.connect.dial import SinkWorker
+from penstock.connect.hosts.spool import read_dead
+from penstock.connect.hosts.targets import SinkMessage
+from penstock.connect.push.worker import SinkWorker
 from penstock.connect.sinks.postgres import PostgresSink
 from penstock.connect.sources.postgres import PostgresListenSource
 from penstock.connect.sources.redis import RedisStreamSource
 from penstock.errors import ConnectorError, OutboxError, SinkGoneError, UsageError
 from penstock.testing.processes import wait_until
 from penstock.testing.servers import PostgresServer, RedisServer
-from tests.connect.hosting import hosted, running
+from tests.connect.hosting import hosted, running, wait_applied
 
 SECRET = "not-this-one"  # noqa: S105  the wrong one
 
@@ -85,7 +89,7 @@ def test_a_wrong_password_of_postgres_ends_the_command(
     assert main(["outbox", "relay", url, "--log", log.url]) == 1
     assert "password authentication failed" in capsys.readouterr().err
     with pytest.raises(OutboxError, match="no password supplied"):
-        outbox.Relay(log, lambda: outbox.connected(url.replace(f":{SECRET}", ""))).run(
+        outbox.Relay(log, lambda: outbox.connect(url.replace(f":{SECRET}", ""))).run(
             threading.Event()
         )
 
@@ -120,15 +124,20 @@ def test_a_table_that_goes_ends_the_command_and_workers_wait(
     with process:
         assert process.stdout is not None
         port = process.stdout.readline().rpartition(":")[2].strip()
-        with SinkWorker(f"127.0.0.1:{port}", "w", (1,)):
-            pass
-        with psycopg.connect(postgres.url) as connection:
-            connection.execute("DROP TABLE taken")
-        with pytest.raises(SinkGoneError, match='relation "taken" does not exist'):
-            SinkWorker(f"127.0.0.1:{port}", "w", (2,)).__enter__()
-        _, said = process.communicate(timeout=60)
+        try:
+            with SinkWorker(f"127.0.0.1:{port}", "w", (1,)) as worker:
+                with psycopg.connect(postgres.url) as connection:
+                    connection.execute("DROP TABLE taken")
+                with pytest.raises(SinkGoneError, match='relation "taken" does not exist'):
+                    SinkWorker(f"127.0.0.1:{port}", "new", (1,)).__enter__()
+                worker.send([(None, 0, b'{"id": 1, "amount": 1}')])
+                with contextlib.suppress(SinkGoneError):  # it may be ending already
+                    assert worker.vote("t", 0)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 2
-    assert 'penstock: PostgreSQL takes no rows for "taken": relation "taken"' in said
+    assert 'penstock: PostgreSQL accepts no rows for "taken": relation "taken"' in said
 
 
 @pytest.mark.parametrize("rehearse", [True, False])
@@ -138,8 +147,8 @@ def test_a_table_that_goes_ends_the_command_and_workers_wait(
         (b'{"id": 2, "amount": -1}', "Failing row contains (2, -1)"),
         (b'{"id": 2, "amount": "many"}', 'invalid input syntax for type integer: "many"'),
         (b'{"id": 2, "colour": "red"}', 'column "colour" of relation "taken" does not exist'),
-        (b'{"amount": 2}', "a message without id"),
-        (b"[", "a message that is no JSON object"),
+        (b'{"amount": 2}', "the message has no value for key column id"),
+        (b"[", "the message is not a JSON object"),
     ],
 )
 def test_a_row_that_the_table_never_takes_is_told_with_the_reason(
@@ -154,10 +163,14 @@ def test_a_row_that_the_table_never_takes_is_told_with_the_reason(
             has_voted = worker.vote("t", 0)
             refusal = worker.refusal
             if has_voted:
-                with pytest.raises(ConnectorError) as raised:
-                    worker.resolve("t", True)
-                refusal = raised.value
-        assert not (rehearse and has_voted)
+                worker.resolve("t", True)
+                wait_applied(worker)
+    assert not (rehearse and has_voted)
+    if has_voted:
+        (dead,) = read_dead(tmp_path)
+        assert why in dead.error
+        assert dead.message.data == row
+    else:
         assert refusal is not None
         assert not refusal.retriable
         assert why in str(refusal)
@@ -176,8 +189,36 @@ def test_a_database_that_is_away_is_no_refusal(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
             )
-        assert not worker.vote("t", 0)
-        assert isinstance(worker.refusal, SinkGoneError)
+        assert worker.vote("t", 0)
+        worker.resolve("t", True)
+        wait_applied(worker)
+    assert read_dead(tmp_path) == []
+
+
+def test_a_database_that_goes_away_before_rows_are_taken_back_is_no_refusal(
+    postgres: PostgresServer, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class DoomedConnection(psycopg.Connection[tuple[Any, ...]]):
+        def execute(self, query: Any, *rest: Any, **named: Any) -> Any:
+            answer = super().execute(query, *rest, **named)
+            if query == "SET CONSTRAINTS ALL IMMEDIATE":
+                with psycopg.connect(postgres.url, autocommit=True) as other:
+                    pid = self.info.backend_pid
+                    other.execute("SELECT pg_terminate_backend(%s, 30000)", (pid,))
+            return answer
+
+    def connect_doomed(url: str, _timeout_s: float) -> DoomedConnection:
+        return DoomedConnection.connect(url, autocommit=True)
+
+    monkeypatch.setattr("penstock.connect.sinks.postgres.connect", connect_doomed)
+    sink = PostgresSink(postgres.url, "w", table, ["id"])
+    try:
+        for _ in range(2):  # the second one on a connection of its own
+            sink.check([SinkMessage(None, 0, b'{"id": 1, "amount": 1}')])
+            with pytest.raises(ConnectorError, match="refuses a row"):
+                sink.check([SinkMessage(None, 0, b'{"id": 1, "amount": "x"}')])
+    finally:
+        sink.close()
 
 
 def test_a_wrong_password_of_redis_ends_the_command(
@@ -203,5 +244,5 @@ def test_a_wrong_password_of_redis_ends_the_command(
 def test_an_address_that_cannot_be_read_is_refused_without_its_secret() -> None:
     for url in (f"postgresql://a:{SECRET}/x@h/d", f"host=x password='{SECRET}"):
         with pytest.raises(UsageError) as raised:
-            PostgresSink(url, "w", "t", ["id"]).check()
+            PostgresSink(url, "w", "t", ["id"]).check_server()
         assert SECRET not in str(raised.value)

@@ -15,10 +15,10 @@ import pytest
 
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
-from penstock.connect import wire
-from penstock.connect.dial import SinkWorker
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.sink import SinkHost
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.sink_host import SinkHost
+from penstock.connect.protocol import wire
+from penstock.connect.push.worker import SinkWorker
 from penstock.connect.sinks.file import FileSink
 from penstock.errors import SinkGoneError
 from penstock.testing.processes import wait_until
@@ -135,4 +135,4 @@ def test_more_files_are_asked_for_where_they_can_be_had(tmp_path: Path, log: Log
         for n in range(150):
             peer = peers.enter_context(Peer(address))
             assert isinstance(peer.hello(instance=f"w{n}"), wire.Ok)
-        assert "open files raised from 140 to 4,100" in program.said()
+        assert "raised the limit on open files from 140 to 4,100" in program.said()

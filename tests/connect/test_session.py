@@ -12,15 +12,15 @@ import pytest
 
 from penstock import CreateStream, Log, declare, read_events
 from penstock import open as open_log
-from penstock.connect import wire
-from penstock.connect.effects import Close, Send
-from penstock.connect.intake import to_parts
-from penstock.connect.listener import Listener, ListenerOptions
-from penstock.connect.registry import Claim, Registry, SourceRecord, records
-from penstock.connect.session import Ask, Effect, SourceSession, Terms
+from penstock.connect.hosts.intake import to_parts
+from penstock.connect.hosts.listener import Listener, ListenerOptions
+from penstock.connect.hosts.registry import Registry, SourceRecord, StreamClaim, records
+from penstock.connect.protocol import wire
+from penstock.connect.protocol.effects import Close, Send
+from penstock.connect.protocol.source_session import Ask, Effect, SourceSession, Terms
 from penstock.errors import LogError
 from penstock.log.api import Part
-from penstock.log.compose import Composer
+from penstock.log.writing.compose import Composer
 from penstock.testing.processes import wait_until
 from tests.connect.peer import Peer, message
 
@@ -73,7 +73,7 @@ def test_a_number_that_comes_twice_before_it_is_stored_is_stored_once(log: Log, 
     """Both are in one read: that the first is not safe yet is no reason to take the second."""
     peer.send(message("s", 1, b"a"), message("s", 1, b"again"))
     assert peer.next() == wire.Ack(3, ((NUMBER, 1),))
-    assert peer.next() == wire.Error("message 1 of stream s comes after 1")
+    assert peer.next() == wire.Error("message 1 of stream s was sent after message 1")
     assert peer.next() is None
     assert data_of(log) == [b"a"]
 
@@ -95,7 +95,7 @@ def test_the_number_that_means_never_is_none_of_a_message(log: Log, peer: Peer) 
     """As a point of reference it would let the stream begin anew, and everything come twice."""
     peer.send(message("s", 1, b"a"), message("s", wire.NEVER, b"b"))
     assert peer.next() == wire.Ack(3, ((NUMBER, 1),))
-    assert peer.next() == wire.Error(f"{wire.NEVER} is no number of a message")
+    assert peer.next() == wire.Error(f"{wire.NEVER} is not a valid message number")
     assert data_of(log) == [b"a"]
     assert is_safe(log, 1)
 
@@ -121,10 +121,10 @@ def test_a_connector_that_comes_again_waits_for_its_old_connection_to_be_gone(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not told at once that another one has its stream."""
-    monkeypatch.setattr("penstock.connect.listener.GRACE_S", 20.0)
+    monkeypatch.setattr("penstock.connect.hosts.listener.GRACE_S", 20.0)
     take, found = Registry.take, list[object]()
 
-    def noted(registry: Registry, *asked: Any) -> Claim | SourceRecord:
+    def noted(registry: Registry, *asked: Any) -> StreamClaim | SourceRecord:
         found.append(claim := take(registry, *asked))
         return claim
 
@@ -144,11 +144,11 @@ def test_a_log_that_fails_is_no_fault_of_the_connector(
 ) -> None:
     """It is sent away, and comes again; an error would be told to whoever looks after it."""
 
-    def save(claim: Claim, record: SourceRecord, parts: list[Part]) -> None:
+    def save(claim: StreamClaim, record: SourceRecord, parts: list[Part]) -> None:
         raise LogError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Claim, "save", save)
+        patched.setattr(StreamClaim, "save", save)
         peer.send(message("s", 1, b"a"))
         assert peer.next() == wire.Restart("")
         assert peer.next() is None
@@ -197,4 +197,4 @@ def test_streams_that_nobody_has_answered_for_count_too() -> None:
     """A connector that asks for all at once has no more of them than one that waits."""
     session = SourceSession(Terms(streams_max=2))
     asked = [wire.Notify(number, f"s{number}", 0) for number in (1, 2, 3)]
-    assert failure(session.receive([HELLO, *asked])) == "a connection has at most 2 streams"
+    assert failure(session.receive([HELLO, *asked])) == "a connection can have at most 2 streams"

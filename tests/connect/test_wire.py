@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.connect import wire
+from penstock.connect.protocol import wire
 from penstock.errors import ProtocolError
 
 VECTORS = json.loads(Path(__file__).with_name("connector-vectors.json").read_text("utf-8"))
@@ -139,12 +139,12 @@ def test_any_message_of_a_transaction_survives(sent: wire.TwoPhase) -> None:
         (b"\0\0\0\0", "0 bytes"),
         (b"\x7f\xff\xff\xff\x05", "2147483647 bytes"),
         (b"\0\0\0\x01\x0c", "tag 12"),
-        (b"\0\0\0\x03\x02\0\x09", "past the frame"),
-        (b"\0\0\0\x06\x01\0\0\0\1\1", "1 bytes too many in Ok"),
-        (b"\0\0\0\x04\x02\0\1\xff", "no UTF-8"),
+        (b"\0\0\0\x03\x02\0\x09", "past the end of its frame"),
+        (b"\0\0\0\x06\x01\0\0\0\1\1", "1 extra bytes at the end of Ok"),
+        (b"\0\0\0\x04\x02\0\1\xff", "invalid UTF-8"),
         (b"\0\0\0\x09\x06\0\0\0\0\xff\xff\xff\xff", "4294967295 items do not fit"),
         (b"\0\0\0\x02\x05\0", "too short"),
-        (b"\0\0\0\x1b\x05" + b"\0" * 24 + b"\0\1", "key runs past"),
+        (b"\0\0\0\x1b\x05" + b"\0" * 24 + b"\0\1", "the key of a MESSAGE extends past"),
     ],
 )
 def test_what_is_wrong_is_named(data: bytes, why: str) -> None:
@@ -158,17 +158,17 @@ def test_a_bare_restart_is_taken() -> None:
 
 def test_texts_too_long_are_refused_and_never_cut() -> None:
     for frame in (wire.Error("x" * 65536), wire.Message(1, 1, 0, b"k" * 65536, b"")):
-        with pytest.raises(ProtocolError, match="65536 bytes; it may have 65535"):
+        with pytest.raises(ProtocolError, match="65536 bytes is too long: at most 65535"):
             wire.encode(frame)
 
 
 def test_a_message_of_stream_0_is_of_a_transaction_or_wrong() -> None:
     for number, time_ns, key in ((1, 0, None), (0, 1, None), (0, 0, b"k")):
-        with pytest.raises(ProtocolError, match="none of the two-phase commit"):
+        with pytest.raises(ProtocolError, match="not part of the two-phase commit"):
             wire.two_phase(wire.Message(0, number, time_ns, key, b"\xc9" + b"\0" * 8))
     with pytest.raises(ProtocolError, match="tag 7"):
         wire.two_phase(wire.Message(0, 0, 0, None, b"\x07"))
-    with pytest.raises(ProtocolError, match="past the frame"):
+    with pytest.raises(ProtocolError, match="past the end of its frame"):
         wire.two_phase(wire.Message(0, 0, 0, None, b""))
 
 

@@ -18,8 +18,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from penstock import App, DeadLetter, Record, SinkDescription, SourceDescription, read_events
 from penstock.connect.addresses import ENVIRONMENT
-from penstock.connect.registry import records
-from penstock.connect.writing import SourceClient
+from penstock.connect.clients.writer import SourceClient
+from penstock.connect.hosts.registry import records
 from penstock.errors import AppError, UsageError
 from penstock.testing.apps import AppTest
 from penstock.testing.brokers import Brokers
@@ -161,7 +161,7 @@ def test_a_decoder_needs_something_to_decode_to() -> None:
         def decode(self, data: bytes) -> str:
             return data.decode()
 
-    with pytest.raises(UsageError, match="odd has a decode of its own and no record"):
+    with pytest.raises(UsageError, match="odd overrides decode but has no record"):
         Odd().in_app(App("a"))
 
 
@@ -180,7 +180,7 @@ def test_what_connectors_do_wrong_is_seen_while_an_app_listens(
         assert (record.damaged, record.messages) == (1, 2)
         assert "of numbers: " in record.error
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "left out" in line
+    assert "skipped" in line
     assert line.startswith("numbers_listener: connector ")
 
 
@@ -190,7 +190,7 @@ def test_arguments_are_shared() -> None:
     numbers = Numbers.from_arguments(arguments)
     assert (numbers.address, numbers.cookie) == ("auto:x", "c")
     assert Numbers.from_arguments([]).address == "auto:numbers"
-    with pytest.raises(UsageError, match="'nowhere' is no address"):
+    with pytest.raises(UsageError, match="'nowhere' is not a valid address"):
         Numbers.from_arguments(["--numbers", "nowhere"])
     parser = argparse.ArgumentParser()
     Numbers.add_arguments(parser)
@@ -207,7 +207,7 @@ def test_messages_without_a_record_are_bytes() -> None:
 
 
 def test_listening_for_anybody_needs_a_cookie() -> None:
-    with pytest.raises(AppError, match=r"test_words.py:\d+: anybody who reaches 0.0.0.0:1 could"):
+    with pytest.raises(AppError, match=r"test_words.py:\d+: anyone who can reach 0.0.0.0:1 could"):
         Numbers("0.0.0.0:1").in_app(App("a"))
     Numbers("0.0.0.0:1", cookie="c").in_app(App("b"))
 

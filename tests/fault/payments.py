@@ -17,7 +17,7 @@ import pytest
 
 from penstock import Log, Producer, ReadOptions, Table, read_batches
 from penstock.failpoints import ENVIRONMENT, NAMES, REACHED
-from penstock.log.collections import Action, replay
+from penstock.log.reading.collections import Action, replay
 from penstock.testing.processes import VICTIMS, RunnerProcess, wait_until
 from tests.fault.pipeline import Payment
 
@@ -27,8 +27,6 @@ USERS = 12
 ALL_STEPS = [
     n for n in NAMES if n.split(".")[0] in ("stage", "commit", "publish") and n != "commit.ids"
 ]
-#: of these, one before, one within and one after each thing that must not fall apart
-STEPS = ["stage.blobs", "publish.pieces", "commit.begun", "commit.progress", "commit.committed"]
 
 
 class Load(threading.Thread):
@@ -140,7 +138,7 @@ def finish(log: Log, folder: Path, options: Sequence[str], more: Sequence[str] =
     output = folder / "output.txt"
     given = ["--until-idle", *common(folder, options), *more]
     with RunnerProcess(APP, log.url, arguments=given, output=output) as last:
-        assert last.wait(300) == 0, output.read_text()[-3000:]
+        assert last.wait(900) == 0, last.explain()  # on a busy machine there is much left
 
 
 def common(folder: Path, options: Sequence[str]) -> list[str]:
@@ -187,7 +185,7 @@ def random_kills(
                         kills += 1
                         print(f"kill {kills}: {victim}")
                     if victim != "worker":
-                        assert runner.wait(60) is not None, "it must not outlive Spark"
+                        assert runner.wait(60) is not None, f"outlives Spark: {runner.explain()}"
                         break
     finish(log, folder, options)
     judge(log, load.sent)

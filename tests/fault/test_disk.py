@@ -16,6 +16,7 @@ import pytest
 from penstock.errors import (
     CommitOutcomeUnknownError,
     DamagedError,
+    FencedError,
     LogError,
     LogFullError,
     LogIOError,
@@ -24,8 +25,8 @@ from penstock.errors import (
     PieceError,
 )
 from penstock.log import open_log
-from penstock.log.api import Commit, CommitOptions, Damage, Log
-from penstock.log.read import ReadOptions, read_events
+from penstock.log.api import Commit, CommitOptions, Damage, Log, Piece
+from penstock.log.reading.read import ReadOptions, read_events
 from penstock.log.sqlite.connection import PAGE_BYTES, connect
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
 from penstock.testing.faults import Fault, FaultyVfs, faulty_disk
@@ -113,11 +114,45 @@ def test_a_full_disk_after_an_unknown_outcome_is_still_unknown(disk: FaultyVfs, 
             commit_as(log, holder, 0, "s", [0])
         disk.faults = [Fault("write", "full", lasting=True)]
         for _ in range(3):
-            with pytest.raises(CommitOutcomeUnknownError, match="may have happened"):
+            with pytest.raises(CommitOutcomeUnknownError, match="may or may not have happened"):
                 commit_as(log, holder, 0, "s", [0])
         disk.faults = []
         commit_as(log, holder, 0, "s", [0])
     assert amounts(path) == [0]
+
+
+def test_a_commit_in_doubt_that_did_not_happen_is_found_out(disk: FaultyVfs, path: Path) -> None:
+    """Once something else was written, what a failed COMMIT left behind cannot turn up any more.
+
+    Recovery finds everything that is in the file beside the log, synced or not.
+    """
+
+    def after_a_crash(name: str) -> list[int]:
+        folder = path.parent / name
+        folder.mkdir()
+        for suffix in ("", "-wal"):
+            shutil.copy(f"{path}{suffix}", f"{folder / path.name}{suffix}")
+        return amounts(folder / path.name)
+
+    with open_on(path) as log:
+        create(log, "s")
+        holder = log.hold("p")
+        part = make_part(log, "s", [0])
+        for sequence in (0, 1):
+            disk.faults = [Fault("sync", "io")]
+            with pytest.raises(CommitOutcomeUnknownError):
+                log.commit(holder, sequence, Commit(parts=[part]))
+            disk.faults = []
+            assert after_a_crash(f"doubt{sequence}") == [0]
+            if sequence == 0:
+                with pytest.raises(PieceError):
+                    log.commit(holder, sequence, Commit(pieces=[Piece("s", (999,), 1)]))
+            else:
+                log.hold("p")
+                with pytest.raises(FencedError):
+                    log.commit(holder, sequence, Commit(parts=[part]))
+            assert after_a_crash(f"known{sequence}") == []
+    assert amounts(path) == []
 
 
 @pytest.mark.parametrize("failure", ["io", "full"])
@@ -488,10 +523,13 @@ def check_listed(log: Log, found: list[Damage]) -> None:
     for name in ("s", "other"):
         lost = [damage for damage in found if damage.stream == name]
         told: list[DamagedError] = []
-        if any(damage.first_offset < 0 for damage in lost):
+        spans = [(damage.first_offset, damage.last_offset) for damage in lost]
+        if (None, None) in spans:
             continue  # of the stream as a whole
         events = read_events(log, name, Order, ReadOptions(on_damage=told.append))
-        rows = sum(damage.last_offset + 1 - damage.first_offset for damage in lost)
+        rows = sum(
+            last + 1 - first for first, last in spans if first is not None and last is not None
+        )
         assert sum(1 for _ in events) == 400 - rows
 
 

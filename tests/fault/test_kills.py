@@ -16,11 +16,11 @@ from penstock import failpoints
 from penstock.errors import LogBusyError
 from penstock.log import open_log
 from penstock.log.api import Commit, CommitOptions
-from penstock.log.objects import GrowStream
-from penstock.log.read import read_events
-from penstock.log.transaction import Transaction
+from penstock.log.declaring.objects import GrowStream
+from penstock.log.reading.read import read_events
+from penstock.log.writing.transaction import Transaction
 from penstock.testing.faults import Fault
-from penstock.testing.workload import Item, create_streams
+from penstock.testing.workload import WorkItem, create_streams
 from tests.fault.runner import Runner
 
 
@@ -97,11 +97,11 @@ def test_a_zombie_is_fenced(runner: Runner) -> None:
 
 SLOW_COMMIT = """
 import sys, penstock
-from penstock.testing.workload import Item
+from penstock.testing.workload import WorkItem
 with penstock.open(sys.argv[1], upkeep_interval_ms=0) as log:
     with penstock.Transaction(log, "slow") as tx:
         for n in range(50):
-            tx.send("plain", Item("slow", 0, n, f"key-{n}"))
+            tx.send("plain", WorkItem("slow", 0, n, f"key-{n}"))
 """
 
 
@@ -117,7 +117,7 @@ def test_a_stream_may_grow_between_preparing_and_committing(runner: Runner) -> N
         log.apply([GrowStream("plain", 11)])
         os.kill(slow.pid, signal.SIGCONT)
         assert slow.wait(60) == 0
-        events = list(read_events(log, "plain", Item))
+        events = list(read_events(log, "plain", WorkItem))
         assert len(events) == 50
         for event in events:
             assert event.partition == zlib.crc32(event.data.key.encode()) % 11

@@ -13,7 +13,7 @@ from penstock import CreateStream, DropStream, GrowStream, Log, ReadOptions, dec
 from penstock import open as open_log
 from penstock.aio import AsyncProducer, read_batches_async, read_events
 from penstock.errors import ClosedError, RecordError, UnknownObjectError
-from penstock.log.objects import Change
+from penstock.log.declaring.objects import Change
 from penstock.testing.contract import Order
 
 both = pytest.mark.parametrize("log", ["embedded", "kafka"], indirect=True)
@@ -122,7 +122,7 @@ def test_a_follower_hears_that_its_stream_is_another_one(shop: Log) -> None:
             again: list[Change] = [DropStream("orders"), CreateStream(shop.stream("orders").spec)]
             await asyncio.to_thread(shop.apply, again)
             await producer.send("orders", Order("a", 2))
-        with pytest.raises(UnknownObjectError, match="created anew"):
+        with pytest.raises(UnknownObjectError, match="created again"):
             await following
         assert found == [1]
 

@@ -154,7 +154,7 @@ def test_a_bad_message_stops_an_app_and_is_named(url: str, broker: Brokers, tmp_
         client.write("no json")
         failure = run.until_failed()
         assert isinstance(failure, QueryFailedError)
-        assert "is no Order" in str(failure)
+        assert "is not a valid Order" in str(failure)
         assert "offset" in str(failure)
 
 
@@ -201,7 +201,7 @@ def test_bad_messages_become_dead_letters(
     assert [(letter.offset, letter.data) for letter in letters] == [
         (0, "no json"), (1, "[]"), (4, "{}"), (6, "null"), (8, '{"user": 3}')
     ]  # fmt: skip
-    assert all("is no Order" in letter.error and letter.key == "ada" for letter in letters)
+    assert all("is not a valid Order" in letter.error and letter.key == "ada" for letter in letters)
 
 
 def test_spark_leaves_bad_messages_out_if_told(
@@ -212,7 +212,7 @@ def test_spark_leaves_bad_messages_out_if_told(
     good = '{"user": "a", "item": "tea", "amount": %d}'
     client.write(good % 1, "no json", good % 2, "{}", good % 3)
     reader = spark.read.format("penstock").option("log", kafka.url)
-    with pytest.raises(Exception, match="offset 1 is no Order"):
+    with pytest.raises(Exception, match="offset 1 is not a valid Order"):
         reader.load("orders").count()
     rows = reader.option("on_damage", "skip").load("orders").collect()
     assert [row.amount for row in rows] == [1, 2, 3]

@@ -29,17 +29,17 @@ from penstock import (
 from penstock import open as open_log
 from penstock.errors import ObjectExistsError, UnknownObjectError
 from penstock.failpoints import ENVIRONMENT
+from penstock.log.declaring.objects import Change, ObjectChanged
 from penstock.log.kafka import applier, objects
 from penstock.log.kafka.log import KafkaLog
 from penstock.log.kafka.topics import Topics as Removals
-from penstock.log.objects import Change, ObjectChanged
 from penstock.testing.brokers import Brokers
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
 from tests.fault.test_kills import wait_until_stopped
 
 APPLY = """
 import sys, msgspec, penstock
-from penstock.log.objects import Change
+from penstock.log.declaring.objects import Change
 changes = msgspec.json.decode(sys.argv[2], type=list[Change])
 with penstock.open(sys.argv[1], upkeep_interval_ms=0) as log:
     log.apply(changes)
@@ -269,7 +269,7 @@ def test_a_topic_of_somebody_else_is_not_made_anew(
     kafka.adopt(declare("theirs", Order, key="user"))
     commit_as(kafka, kafka.hold("p"), 0, "theirs", [1])
     before = kafka.stream("theirs")
-    with pytest.raises(ObjectExistsError, match="holds messages"):
+    with pytest.raises(ObjectExistsError, match="contains messages"):
         kafka.apply([DropStream("theirs"), CreateStream(declare("theirs", Order, key="user"))])
     assert kafka.stream("theirs") == before
     assert amounts(kafka, "theirs") == [1]

@@ -28,6 +28,9 @@ from penstock.testing.contract import Order, make_part, orders
 from penstock.testing.processes import wait_until
 from tests.fault.runner import Runner
 from tests.fault.test_kills import wait_until_stopped
+from tests.groups.conftest import Order as GroupOrder
+from tests.groups.test_kills import Workers
+from tests.groups.working import Seen
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -248,3 +251,30 @@ def test_replication_and_acks_reach_the_topics(log: KafkaLog) -> None:
         log.apply([CreateStream(declare("nine", Order, replication=9))])
     assert "nine" not in [str(stream.name) for stream in log.streams()]
     assert list(read_events(log, "three")) == []
+
+
+@pytest.mark.row("H17", "X8", engine="kafka")
+def test_a_group_outlives_a_broker_and_its_coordinator(
+    log: KafkaLog, cluster: Brokers, tmp_path: Path
+) -> None:
+    """The leader is killed while members work, and then whoever coordinates them."""
+    log.apply(
+        [
+            CreateStream(declare("orders", GroupOrder, key="user", partitions=2)),
+            CreateStream(declare("receipts", GroupOrder, key="user")),
+            CreateStream(declare("seen", Seen, key="user", table=True)),
+        ]
+    )
+    workers = Workers(log, tmp_path)
+    workers.send(80)
+    with workers.started(effects=True) as process:
+        workers.wait_for_acks(workers.count("acked") + 15, process)
+        killed = leader(log)
+        cluster.kill(killed)
+        workers.wait_for_acks(workers.count("acked") + 15, process)
+    cluster.restart(killed)
+    cluster.wait_ready()
+    wait_until(lambda: in_sync(log), 60, "catching up")
+    workers.finish(effects=True)
+    workers.judge()
+    workers.judge_effects()

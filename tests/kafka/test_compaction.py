@@ -14,12 +14,13 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from penstock import App, CreateStream, Log, Table
 from penstock import open as open_log
-from penstock.app.state import State
-from penstock.app.tables import AppTable
+from penstock.app.declaring.tables import AppTable
+from penstock.app.tasks.state import State
 from penstock.log.api import Commit
-from penstock.log.commit import next_sequence
-from penstock.log.compose import Composer
 from penstock.log.kafka import elements
+from penstock.log.reading.read import ReadOptions, read_batches, span_of
+from penstock.log.writing.commit import next_sequence
+from penstock.log.writing.compose import Composer
 from penstock.testing.brokers import Brokers
 from penstock.testing.processes import wait_until
 
@@ -53,6 +54,9 @@ def test_what_compaction_leaves_is_the_table(
     wait_until(is_compacted, 60, "compaction")
     assert len(stored(broker, topic)) < written
     assert read_anew(url, tmp_path / "first") == model
+    left = read_last(kafka, len(stored(broker, topic)) + 1)
+    for last in (1, 5, len(left) - 1):
+        assert read_last(kafka, last) == left[-last:]
 
     model = walk(kafka, table, chance, model, STEPS)
     assert read_anew(url, tmp_path / "second") == model
@@ -96,6 +100,13 @@ def read_anew(url: str, cache: Path) -> dict[bytes, Any]:
     """The table as whoever never saw it before finds it."""
     with open_log(url, cache=str(cache), upkeep_interval_ms=0) as log:
         return {key: value for key, value in Table[Any](log, "members").items() if value}
+
+
+def read_last(log: Log, last: int) -> list[tuple[int, int]]:
+    """Where the last events are, as `read --last` finds them."""
+    span = span_of(log, "members", ReadOptions(partitions=[0]), last=last)
+    batches = read_batches(log, "members", ReadOptions(partitions=[0]), span)
+    return [(0, offset) for batch in batches for offset in batch.offsets().to_pylist()]
 
 
 def compact_soon(broker: Brokers, topic: str) -> None:

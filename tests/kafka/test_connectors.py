@@ -13,9 +13,9 @@ from pyspark.sql import SparkSession
 
 from penstock import CreateStream, Log, declare
 from penstock import open as open_log
-from penstock.app.plan import plan
-from penstock.app.runner import make_streams
-from penstock.connect.sink import SinkHost
+from penstock.app.declaring.plan import plan
+from penstock.app.running.streams import make_streams
+from penstock.connect.hosts.sink_host import SinkHost
 from penstock.connect.sinks.file import FileSink
 from tests.connect.hosting import SinkProcess
 from tests.connect.pushing import app

@@ -28,9 +28,9 @@ from penstock import (
     read_events,
 )
 from penstock import open as open_log
-from penstock.app.splits import keyed_splits
-from penstock.app.state import State
-from penstock.app.task import Range
+from penstock.app.running.splits import BatchInput, keyed_splits
+from penstock.app.tasks.state import State
+from penstock.app.tasks.task import Range
 from penstock.errors import (
     ClosedError,
     FencedError,
@@ -39,8 +39,9 @@ from penstock.errors import (
     PieceError,
     UsageError,
 )
+from penstock.log.declaring.names import parse_stream
+from penstock.log.kafka.ledger import TOPIC
 from penstock.log.kafka.log import KafkaLog
-from penstock.log.names import parse_stream
 from penstock.records.event import partition_of
 from penstock.testing.brokers import Brokers
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
@@ -50,11 +51,11 @@ from penstock.testing.processes import wait_until
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("kafka://", "names no broker"),
-        ("kafka://somewhere", "names no broker at 'somewhere'"),
-        ("kafka://a:1,b", "names no broker at 'b'"),
-        ("kafka://a:1/x/y", "more after the brokers than a prefix"),
-        ("kafka://a:1?x=y", "more after the brokers than a prefix"),
+        ("kafka://", "is not the address of a broker"),
+        ("kafka://somewhere", "'somewhere' is not the address of a broker"),
+        ("kafka://a:1,b", "'b' is not the address of a broker"),
+        ("kafka://a:1/x/y", "only a prefix may follow the brokers"),
+        ("kafka://a:1?x=y", "only a prefix may follow the brokers"),
     ],
 )
 def test_a_wrong_url_says_what_is_wrong(url: str, reason: str) -> None:
@@ -116,14 +117,14 @@ def test_keys_of_an_adopted_stream_are_looked_for_everywhere(
     assert change.data == Order("u4", 4)
     stream = kafka.stream("theirs")
     ranges = [Range("theirs", partition, 0, 9) for partition in range(3)]
-    splits = keyed_splits(ranges, {"theirs": stream}, 2, (), ())
+    splits = keyed_splits(BatchInput({"theirs": stream}, tuple(ranges)), 2)
     assert [(split.ranges, split.slots) for split in splits] == [(tuple(ranges), 2)] * 2
 
 
 def test_a_commit_writes_to_one_stream_that_compares_ids(kafka: Log) -> None:
     for name in ("one", "two"):
         create(kafka, name, ids="producer", key=None)
-    with pytest.raises(UsageError, match="one and two both have ids"), Transaction(kafka) as tx:
+    with pytest.raises(UsageError, match="one and two both take ids"), Transaction(kafka) as tx:
         tx.send("one", Order("a", 1), id=1)
         tx.send("two", Order("a", 1), id=1)
     assert list(orders(kafka, "one")) == list(orders(kafka, "two")) == []
@@ -239,7 +240,7 @@ def test_another_s_commit_of_the_same_name_is_not_taken_for_one_s_own(
     holder = kafka.hold("p")
     if happened:
         commit_as(kafka, holder, 0, "s", [1])
-    cast(KafkaLog, kafka)._writer._uncertain.add(("p", 0))
+    cast(KafkaLog, kafka)._writer._doubts.add(holder, 0)
     with open_log(url, cache=str(tmp_path / "b"), upkeep_interval_ms=0) as other:
         assert commit_as(other, other.hold("p"), 0, "s", [2]).repeated == happened
     if happened:
@@ -248,6 +249,16 @@ def test_another_s_commit_of_the_same_name_is_not_taken_for_one_s_own(
         with pytest.raises(FencedError):
             commit_as(kafka, holder, 0, "s", [1])
     assert [event.data.amount for event in orders(kafka, "s")] == [1 if happened else 2]
+
+
+def test_a_commit_in_doubt_that_did_not_happen_is_found_out(kafka: Log) -> None:
+    """Opening the producer says that no earlier try happened: what is wrong then is the error."""
+    create(kafka, "s")
+    holder = kafka.hold("p")
+    piece = kafka.stage(holder, 1, make_part(kafka, "s", [1]))
+    cast(KafkaLog, kafka)._writer._doubts.add(holder, 0)
+    with pytest.raises(PieceError):
+        kafka.commit(holder, 0, Commit(pieces=[piece]))
 
 
 @pytest.mark.parametrize("streams", [2, 6])
@@ -312,7 +323,7 @@ def test_closing_waits_for_nobody_else_s_transaction(
         })  # fmt: skip
         other.init_transactions(30)
         other.begin_transaction()
-        places = [(log._ledger.topic, partition) for partition in range(4)]
+        places = [(log._address.own(TOPIC), partition) for partition in range(4)]
         for topic, partition in places:
             other.produce(topic, b"", b"nothing", partition=partition)
         other.flush(30)

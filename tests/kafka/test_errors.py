@@ -28,7 +28,7 @@ def cluster() -> Cluster:
 )  # fmt: skip
 def test_a_transaction_that_was_undone_may_be_made_again(cluster: Cluster, code: int) -> None:
     for error in (KafkaError(code), KafkaException(KafkaError(code))):
-        told = cluster.undone(error, "writing")
+        told = cluster.translate_abort(error, "writing")
         assert isinstance(told, PenstockError)
         assert told.retriable
         assert "writing" in str(told)
@@ -45,6 +45,6 @@ def test_a_transaction_that_was_undone_may_be_made_again(cluster: Cluster, code:
 def test_what_kafka_will_never_take_is_given_up(
     cluster: Cluster, code: int, kind: type[PenstockError]
 ) -> None:
-    told = cluster.undone(KafkaError(code), "writing")
+    told = cluster.translate_abort(KafkaError(code), "writing")
     assert type(told) is kind
     assert not told.retriable

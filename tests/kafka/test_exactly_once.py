@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 
 from penstock import Log
 from penstock import open as open_log
-from penstock.app.plan import plan
-from penstock.app.runner import make_streams
+from penstock.app.declaring.plan import plan
+from penstock.app.running.streams import make_streams
 from penstock.testing.brokers import Brokers
 from tests.fault.payments import kills_at, random_kills, seed_of
 from tests.fault.pipeline import app
@@ -50,7 +51,7 @@ def test_random_kills(
     log: Log, brokers: Brokers, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     seed = seed_of(request)
-    random_kills(log, tmp_path, 3, seed, options=options, nuisance=lambda: kill(brokers))
+    random_kills(log, tmp_path, 2, seed, options=options, nuisance=lambda: kill(brokers))
 
 
 @pytest.mark.soak
@@ -65,6 +66,17 @@ def test_many_random_kills(
 
 @pytest.mark.row("F1", "X3", engine="kafka")
 @pytest.mark.timeout(900)
+def test_kills_at_some_steps(
+    log: Log, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """One of them, another each time."""
+    seed = seed_of(request)
+    some = random.Random(seed).sample(STEPS, 1)
+    kills_at(log, tmp_path, some, seed, range(2, 12), options=options)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_kill_at_every_step(
     log: Log, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

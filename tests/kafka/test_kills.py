@@ -11,33 +11,41 @@ from tests.fault.runner import Runner
 from tests.fault.test_kills import fence_a_zombie, kill_after_words
 
 COMMITS = 16
-#: where a commit, a staging or a change of objects can be cut off on Kafka
+#: where a commit, a staging or a change of objects can be cut off on Kafka, and at which of them
 STEPS = {
-    "hold.epoch": 1, "stage.begun": 9, "stage.blobs": 9, "stage.committed": 9,
-    "publish.pieces": 4, "commit.prepared": 7, "commit.begun": 7, "commit.blobs": 7,
-    "commit.index": 7, "commit.ids": 5, "commit.progress": 7, "commit.producer": 7,
-    "commit.committed": 7, "objects.changed": 3, "objects.event": 3,
+    "objects.changed": 3, "hold.epoch": 1, "stage.begun": 9, "stage.blobs": 9,
+    "stage.committed": 9, "objects.event": 3, "publish.pieces": 4, "commit.prepared": 7,
+    "commit.begun": 7, "commit.blobs": 7, "commit.index": 7, "commit.ids": 5,
+    "commit.progress": 7, "commit.producer": 7, "commit.committed": 7,
 }  # fmt: skip
+IN_TURN = [list(STEPS)[n : n + 5] for n in range(0, len(STEPS), 5)]
 
 
 @pytest.mark.row("H19", engine="kafka")
-@pytest.mark.parametrize("name", STEPS)
-def test_killed_at(name: str, runner: Runner) -> None:
-    code = runner.run(commits=COMMITS, failpoint=f"{name}=kill@{STEPS[name]}")
-    assert code == -signal.SIGKILL, "the failpoint was not reached"
-    assert runner.run(commits=COMMITS) == 0
+@pytest.mark.parametrize("names", IN_TURN)
+def test_killed_at(names: list[str], runner: Runner) -> None:
+    """On one log in turn: each goes on with what the one before it has left."""
+    for n, name in enumerate(names):
+        code = runner.run(commits=(n + 1) * COMMITS, failpoint=f"{name}=kill@{STEPS[name]}")
+        assert code == -signal.SIGKILL, f"{name} was not reached"
+    commits = (len(names) + 1) * COMMITS
+    assert runner.run(commits=commits) == 0
     runner.judge()
     said = runner.said()
-    assert said.tried == {("even", n) for n in range(COMMITS)}
-    assert len(said.acked) >= COMMITS - 1  # the kill may have cut one acknowledgement off
+    assert said.tried == {("even", n) for n in range(commits)}
+    assert len(said.acked) >= commits - len(names)  # a kill may cut an acknowledgement off
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_raised_at(name: str, runner: Runner) -> None:
-    assert runner.run(commits=COMMITS, failpoint=f"{name}=raise@{STEPS[name]}") == 0
-    assert f"failpoint {name}" in " ".join(runner.said().raised)
+def test_raised_at_every_step(runner: Runner) -> None:
+    """In one run, at commits of their own: a program gives up where too much fails at once."""
+    commits = [name for name in STEPS if name.startswith("commit.")]
+    at = {**STEPS, **{name: 5 + 3 * n for n, name in enumerate(commits)}}
+    armed = ";".join(f"{name}=raise@{at[name]}" for name in STEPS)
+    assert runner.run(commits=3 * COMMITS, failpoint=armed) == 0
+    raised = " ".join(runner.said().raised)
+    assert [name for name in STEPS if f"failpoint {name}" not in raised] == []
     runner.judge()
-    assert runner.said().acked == {("even", n) for n in range(COMMITS)}
+    assert runner.said().acked == {("even", n) for n in range(3 * COMMITS)}
 
 
 @pytest.mark.row("H19", engine="kafka")

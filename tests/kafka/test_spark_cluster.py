@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock import Log
-from penstock.app.plan import plan
-from penstock.app.runner import make_streams
+from penstock.app.declaring.plan import plan
+from penstock.app.running.streams import make_streams
 from penstock.testing.processes import RunnerProcess, wait_until
 from penstock.testing.sparks import SparkCluster
 from tests.fault.payments import APP, Load, common, finish, judge, moved

@@ -63,7 +63,7 @@ def test_after_loss_of_power_the_file_is_behind_or_right(
         keys = [b"u%d" % user for user in range(10)]
         assert left.get(table, keys, None) == store.get(table, keys, None)
         ids = [event.id for batch in kafka.read("s", 0, 0) for event in batch.events()]
-        assert left.held(unique, ids, ends[unique.id][0]) == list(range(number + 1))
+        assert left.find_held(unique, ids, ends[unique.id][0]) == list(range(number + 1))
         left.close()
     store.close()
 
@@ -146,7 +146,7 @@ def test_a_file_that_others_emptied_is_read_anew(table: KafkaLog) -> None:
         table.commit(holder, sequence, Commit(parts=[part]))
     ids = [event.id for batch in table.read("s", 0, 0) for event in batch.events()]
     stream, end = table._catalogue.stream("s"), table.offsets("s")[0].next
-    assert table._tables.store.held(stream, ids, end) == [0, 1]
+    assert table._tables.store.find_held(stream, ids, end) == [0, 1]
 
     other = Store(table._tables.store.path, table._reader.read)
     emptied: list[str] = []
@@ -158,7 +158,7 @@ def test_a_file_that_others_emptied_is_read_anew(table: KafkaLog) -> None:
         return True
 
     connection_of(table).exec_trace = empty
-    assert table._tables.store.held(stream, ids, end) == [0, 1]
+    assert table._tables.store.find_held(stream, ids, end) == [0, 1]
     assert emptied.pop()
     assert amount(table) == 1
     assert emptied

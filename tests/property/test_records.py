@@ -128,7 +128,7 @@ def test_any_record_survives_arrow(case: tuple[Schema, list[Record]]) -> None:
     schema, found = case
     codec = codec_of_schema(schema)
     for record in found:
-        codec.validated(record)
+        codec.validate(record)
     batch = codec.to_arrow(found)
     assert batch.schema.types == [arrow_type(field.type) for field in schema.fields]
     assert codec.from_arrow(batch) == found
@@ -236,7 +236,7 @@ def test_a_record_of_everything() -> None:
         tags={"b", "a"}, lines=[{"x": None, "y": 2}, {}], maybe=[uuid.UUID(int=1)],
     )  # fmt: skip
     codec: RecordCodec = codec_of(Everything)
-    codec.validated(value)
+    codec.validate(value)
     batch = codec.to_arrow([value])
     assert codec.from_arrow(batch) == [value]
     assert isinstance(codec.from_arrow(batch)[0], Everything)

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame
 
 import penstock
 from penstock import App, Entry, Record
-from penstock.app.runner import RunnerOptions
+from penstock.app.running.runner import RunnerOptions
 from penstock.spark.running import running
 
 app = App("standing")

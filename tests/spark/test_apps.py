@@ -266,6 +266,21 @@ def test_late_events_are_counted(spark: SparkSession, tmp_path: Path) -> None:
         assert run.statuses()["closed"].rows_late == 2
 
 
+def test_a_window_that_ends_at_the_watermark_is_closed(spark: SparkSession, tmp_path: Path) -> None:
+    shop, closed, late = windows_app("tumbling")
+    with AppTest(shop.app, tmp_path, spark) as run:
+        run.send(shop.orders, Order("a", "tea", 1, at(1)))
+        run.until_idle()
+        run.send(shop.orders, Order("a", "tea", 1, at(100)))  # the watermark is at 90
+        run.until_idle()
+        run.send(shop.orders, Order("a", "tea", 7, at(89)), Order("a", "tea", 8, at(90)))
+        run.until_idle()
+        assert [row.amount for row in rows(run, late)] == [7]
+        run.send(shop.orders, Order("a", "tea", 1, at(200)))
+        run.until_idle()
+        assert sorted(row.sum for row in rows(run, closed)) == [1, 1, 8]
+
+
 def test_the_latest_row_is_the_one_that_was_committed_last(
     spark: SparkSession, tmp_path: Path
 ) -> None:

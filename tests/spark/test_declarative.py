@@ -12,7 +12,7 @@ import pytest
 
 import penstock
 from penstock import CreateStream, Producer, Record, declare
-from penstock.log.read import read_events
+from penstock.log.reading.read import read_events
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "declarative"
 

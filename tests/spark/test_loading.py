@@ -10,7 +10,7 @@ import pytest
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
-from penstock.app.loading import load_app
+from penstock.app.running.loading import load_app
 from penstock.errors import AppError
 
 MODULE = """

@@ -26,13 +26,13 @@ def test_the_readme_can_be_followed(tmp_path: Path) -> None:
             (tmp_path / name).write_text(block.code)
         elif block.language == "sh":
             said[block.section] = said.get(block.section, "") + run(block.code, tmp_path)
-    assert "tea" in said["Streams, on the command line"]
-    assert "honey" in said["Streams, on the command line"]
-    assert said["Streams, in Python"].count("ada") == 3
+    assert "tea" in said["Streams on the command line"]
+    assert "honey" in said["Streams on the command line"]
+    assert said["Streams in Python"].count("ada") == 3
     assert "131" in said["An app"]
     assert "honey" in said["An app"]
-    assert "London" in said["What is there, kept in a file"]
-    assert "nothing is damaged" in said["What is there, kept in a file"]
+    assert "London" in said["Streams declared in a file"]
+    assert "nothing is damaged" in said["Streams declared in a file"]
     assert (tmp_path / "copy.db").exists()
 
 

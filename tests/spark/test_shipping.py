@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.app.loading import load_app
+from penstock.app.running.loading import load_app
 from penstock.spark.options import BATCH_ROWS, BATCH_ROWS_ON_KAFKA, parse
 from penstock.spark.shipping import bundle
 

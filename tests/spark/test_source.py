@@ -35,14 +35,14 @@ from penstock import (
     read_events,
 )
 from penstock import open as open_log
-from penstock.app.state import State
+from penstock.app.tasks.state import State
 from penstock.errors import OffsetGoneError
 from penstock.log.api import Part
-from penstock.log.compose import Composer
+from penstock.log.writing.compose import Composer
 from penstock.records.arrow import codec_of
 from penstock.spark.options import parse
-from penstock.spark.sink import BatchWriter
-from penstock.spark.source import BatchReader, RangePartition, bounded, splits
+from penstock.spark.source import BatchReader, RangePartition, bound_rows, splits
+from penstock.spark.writer import BatchWriter
 
 START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
@@ -150,7 +150,7 @@ def test_from_and_to(place: Place) -> None:
     ("options", "message"),
     [
         ({"begin": "earliest"}, "no option 'begin'"),
-        ({"start": "soon"}, "it is earliest, latest, an offset"),
+        ({"start": "soon"}, "it must be earliest, latest, an offset"),
         ({"start": "2026-01-01T00:00:00"}, "no time zone"),
         ({"batch_rows": 0}, "must be positive"),
         ({"columns": "user,nobody"}, "no column 'nobody'"),
@@ -201,7 +201,7 @@ def test_columns_that_do_not_fit_are_refused(place: Place) -> None:
         place.read("orders").drop("price").write.format("penstock").option(
             "log", place.log.url
         ).option("stream", "copies").mode("append").save()
-    with pytest.raises(PySparkException, match="only ever appended to"):
+    with pytest.raises(PySparkException, match="can only be appended to"):
         place.read("orders").write.format("penstock").option("log", place.log.url).option(
             "stream", "copies"
         ).mode("overwrite").save()
@@ -372,7 +372,7 @@ def test_splits_are_a_function_of_the_offsets(place: Place) -> None:
 
 
 def test_a_limit_is_shared_fairly(place: Place) -> None:
-    limited = functools.partial(bounded, place.log, "s")
+    limited = functools.partial(bound_rows, place.log, "s")
     assert limited({0: 0, 1: 0}, {0: 100, 1: 10}, 50) == {0: 40, 1: 10}
     assert limited({0: 5}, {0: 100, 1: 10}, None) == {0: 100, 1: 10}
     assert limited({}, dict.fromkeys(range(3), 100), 30) == dict.fromkeys(range(3), 10)

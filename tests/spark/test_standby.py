@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -12,8 +13,8 @@ import pytest
 
 import penstock
 from penstock import Log, Producer, Table
-from penstock.app.plan import plan
-from penstock.app.runner import make_streams
+from penstock.app.declaring.plan import plan
+from penstock.app.running.streams import make_streams
 from penstock.testing.processes import SparkProcess, processes_of, wait_until
 from tests.spark.standing import Number, app
 
@@ -36,7 +37,8 @@ class Program(SparkProcess):
 
     def signal_all(self, number: signal.Signals) -> None:
         for pid in (self.process.pid, *(pid for pid, _ in processes_of(self.process.pid))):
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # a worker may end at any moment
+                os.kill(pid, number)
 
 
 def send(log: Log, count: int) -> None:
@@ -70,7 +72,7 @@ def test_a_runner_that_stood_still_does_not_take_its_queries_back(tmp_path: Path
             begun = "starting the queries"
             wait_until(lambda: begun in first.told() + second.told(), 120, "the start")
             at_work, waiting = (first, second) if begun in first.told() else (second, first)
-            waiting.wait_for("standing by: add, counts is run by process")
+            waiting.wait_for("standing by for add, counts: run by process")
             send(log, 200)
             wait_for_counts(log, 200)
             at_work.signal_all(signal.SIGSTOP)

@@ -14,8 +14,8 @@ from penstock.aio import READERS_MAX, AsyncProducer, read_batches_async, read_ev
 from penstock.errors import ClosedError, RecordError, UnknownObjectError
 from penstock.log import open_log
 from penstock.log.api import Log
-from penstock.log.objects import DropStream, GrowStream
-from penstock.log.read import ReadOptions
+from penstock.log.declaring.objects import DropStream, GrowStream
+from penstock.log.reading.read import ReadOptions
 from penstock.records.schema import Record
 from penstock.testing.contract import Order, commit, create
 
@@ -116,7 +116,7 @@ def test_a_follower_sees_growth_and_hears_of_another_stream(log: Log) -> None:
         await settle(lambda: len(seen) > 2)
         log.apply([DropStream("s")])
         create(log, "s")
-        with pytest.raises(UnknownObjectError, match="created anew"):
+        with pytest.raises(UnknownObjectError, match="created again"):
             await following
 
     asyncio.run(asyncio.wait_for(work(), LIMIT_S))
@@ -164,7 +164,7 @@ def test_a_class_that_does_not_fit_the_stream_is_refused(log: Log) -> None:
         user: int
 
     async def work() -> None:
-        with pytest.raises(RecordError, match="does not fit"):
+        with pytest.raises(RecordError, match="does not match"):
             await anext(read_events(log, "s", Other))
 
     asyncio.run(asyncio.wait_for(work(), LIMIT_S))

@@ -11,8 +11,8 @@ from penstock.errors import CatalogueError
 from penstock.log import open_log
 from penstock.log.api import Log
 from penstock.log.catalogue import load, make_plan
-from penstock.log.objects import CreateStream, declare
-from penstock.log.quantities import parse_bytes, parse_duration_ms
+from penstock.log.declaring.objects import CreateStream, declare
+from penstock.log.declaring.quantities import parse_bytes, parse_duration_ms
 from penstock.records.schema import Digits, Maybe, Scalar
 
 SHOP = """
@@ -130,7 +130,7 @@ def test_a_file_drops_only_what_it_created(log: Log, file: Path, tmp_path: Path)
         "create stream theirs (json)"
     ]
     assert apply(log, file, SHOP) == []
-    with pytest.raises(CatalogueError, match=r"other\.toml:3: .*belongs to the catalogue 'shop'"):
+    with pytest.raises(CatalogueError, match=r"other\.toml:3: .*belongs to catalogue 'shop'"):
         apply(log, tmp_path / "other.toml", "\n\n[streams.clicks]\n")
 
 
@@ -149,10 +149,10 @@ def test_a_class_can_be_named(log: Log, file: Path) -> None:
     ("text", "where", "match"),
     [
         ("[streams.orders\n", 1, "not valid TOML"),
-        ("[streams.s]\n\n[streams.'default.s']\n", 3, "the stream s is declared twice"),
+        ("[streams.s]\n\n[streams.'default.s']\n", 3, "stream s is declared twice"),
         ("\n\nx = = 1\n", 3, "not valid TOML"),
-        ("[stream.orders]\n", 1, "'stream' is not known here"),
-        ("[streams.orders]\nkey = 'a'\npartition = 3\n", 3, "'partition' is not known here"),
+        ("[stream.orders]\n", 1, "'stream' is not a known setting"),
+        ("[streams.orders]\nkey = 'a'\npartition = 3\n", 3, "'partition' is not a known setting"),
         ("[streams.orders]\n\npartitions = 'four'\n", 3, "Expected `int"),
         ("[streams.orders]\npartitions = 0\n", 1, "0 partitions"),
         ("[streams.orders]\nacks = 'some'\n", 2, "acks"),
@@ -164,13 +164,13 @@ def test_a_class_can_be_named(log: Log, file: Path) -> None:
         ("[records.Order]\n[streams.s]\n", 1, "no fields"),
         ("[records.O]\na='str'\n[streams.s]\nrecord='O'\nkey='b'\n", 3, "no field 'b'"),
         ("[streams.'a.b.c']\n", 1, "more than one dot"),
-        ("[streams.'bad name']\n", 1, "not a stream name"),
+        ("[streams.'bad name']\n", 1, "not a valid stream name"),
         ("[streams.'nowhere.orders']\n", 1, r"add \[namespaces.nowhere\]"),
-        ("[namespaces._x]\n", 1, "not a namespace name"),
-        ("[streams.'_system.objects']\n", 1, "the system's own"),
+        ("[namespaces._x]\n", 1, "not a valid namespace name"),
+        ("[streams.'_system.objects']\n", 1, "reserved for the system"),
         ("[streams.orders]\nids='producer'\npartitions=3\n", 1, "one partition"),
         ("streams = 3\n", 1, "must be a table"),
-        ("[defaults]\nkey = 'x'\n[streams.s]\n", 2, "'key' is not known"),
+        ("[defaults]\nkey = 'x'\n[streams.s]\n", 2, "'key' is not a known setting"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_and_line(

@@ -28,8 +28,21 @@ def run(code: str, folder: Path) -> str:
 
 def test_the_app_of_the_docs_can_be_planned(tmp_path: Path) -> None:
     app = BLOCK.findall((ROOT / "docs" / "apps.md").read_text("utf-8"))[0]
-    check = "from penstock.app.plan import plan; print(len(plan(app).definitions))"
+    check = "from penstock.app.declaring.plan import plan; print(len(plan(app).definitions))"
     assert run(f"{app}\n{check}", tmp_path) == "3\n"
+
+
+@pytest.mark.row("X8", engine="embedded")
+def test_the_examples_of_groups_run(tmp_path: Path) -> None:
+    examples = BLOCK.findall((ROOT / "docs" / "groups.md").read_text("utf-8"))
+    said = run("\n".join(examples), tmp_path).splitlines()
+    orders = [f"Order(user={u!r}, amount={a})" for u, a in ORDERS]
+    assert sorted(said[:3]) == orders, "by threads"
+    assert sorted(said[3:6]) == orders, "by tasks"
+    assert said[6:] == ["Balance(user='ada', total=7)"]
+
+
+ORDERS = [("ada", 2), ("ada", 5), ("bob", 7)]
 
 
 def test_the_example_of_the_package_runs(tmp_path: Path) -> None:

@@ -126,5 +126,5 @@ def test_a_broken_message_is_not_mended_by_its_neighbour(
 def test_json_that_is_nested_too_deep_is_told() -> None:
     deep = b"[" * (JSON_DEPTH_MAX + 1) + b"]" * (JSON_DEPTH_MAX + 1)
     wide = b"[" + b",".join([b'{"[": []}'] * JSON_DEPTH_MAX) + b"]"
-    assert not_json([wide, b"[]", deep]) == [(2, "it is nested more than 200 deep")]
+    assert not_json([wide, b"[]", deep]) == [(2, "it is nested more than 200 levels deep")]
     assert [row for row, _ in not_json([b"[]", b"[" * 5000 + b"]" * 5000])] == [1]

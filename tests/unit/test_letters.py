@@ -9,7 +9,7 @@ import pytest
 
 from penstock.log import open_log
 from penstock.log.api import Log
-from penstock.log.compose import EventOptions
+from penstock.log.declaring.objects import CreateStream, declare
 from penstock.log.letters import (
     DeadLetter,
     Letter,
@@ -19,9 +19,9 @@ from penstock.log.letters import (
     dead_name,
     letters_in,
 )
-from penstock.log.objects import CreateStream, declare
-from penstock.log.read import read_batches
-from penstock.log.transaction import Transaction
+from penstock.log.reading.read import read_batches
+from penstock.log.writing.compose import EventOptions
+from penstock.log.writing.transaction import Transaction
 from penstock.testing.contract import Order, create, orders
 
 

@@ -47,7 +47,7 @@ PERSON = Person("Ada", Address("x"), Colour.RED, Level.HIGH, "a", [Address("y", 
 
 def test_enums_literals_and_nested_records_survive() -> None:
     codec = codec_of(Person)
-    codec.validated(PERSON)
+    codec.validate(PERSON)
     (back,) = codec.from_arrow(codec.to_arrow([PERSON]))
     assert back == PERSON
     assert isinstance(back, Person)
@@ -70,16 +70,16 @@ def test_enums_literals_and_nested_records_survive() -> None:
 )
 def test_a_wrong_value_is_named_by_its_path(change: dict[str, object], path: str) -> None:
     with pytest.raises(RecordError, match=path):
-        codec_of(Person).validated(msgspec.structs.replace(PERSON, **change))
+        codec_of(Person).validate(msgspec.structs.replace(PERSON, **change))
 
 
 def test_constraints_are_checked() -> None:
     class Paid(Record):
         amount: Annotated[float, msgspec.Meta(gt=0)]
 
-    codec_of(Paid).validated(Paid(1.0))
+    codec_of(Paid).validate(Paid(1.0))
     with pytest.raises(RecordError, match=r"\$\.amount"):
-        codec_of(Paid).validated(Paid(-1.0))
+        codec_of(Paid).validate(Paid(-1.0))
 
 
 def test_a_datetime_without_a_zone_is_refused_unless_declared() -> None:
@@ -92,12 +92,12 @@ def test_a_datetime_without_a_zone_is_refused_unless_declared() -> None:
 
     naive = dt.datetime(2026, 1, 1)
     with pytest.raises(RecordError, match=r"At\.at: .*no time zone.*datetime\.now\(UTC\)"):
-        codec_of(At).validated(At(naive))
+        codec_of(At).validate(At(naive))
     good = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
     with pytest.raises(RecordError, match=r"At\.days\['x'\]\[1\]"):
-        codec_of(At).validated(At(good, {"x": [good, naive]}))
+        codec_of(At).validate(At(good, {"x": [good, naive]}))
     codec = codec_of(Local)
-    codec.validated(Local(naive))
+    codec.validate(Local(naive))
     assert codec.from_arrow(codec.to_arrow([Local(naive)])) == [Local(naive)]
 
 
@@ -106,10 +106,10 @@ def test_a_decimal_that_would_be_cut_is_refused() -> None:
         amount: Annotated[decimal.Decimal, Digits(6, 2)]
 
     codec = codec_of(Price)
-    codec.validated(Price(decimal.Decimal("1234.56")))
+    codec.validate(Price(decimal.Decimal("1234.56")))
     for text in ("0.001", "12345.00"):
         with pytest.raises(RecordError, match=r"Price\.amount: .*Decimal\(6, 2\)"):
-            codec.validated(Price(decimal.Decimal(text)))
+            codec.validate(Price(decimal.Decimal(text)))
 
 
 def test_json_is_decoded_with_its_types() -> None:

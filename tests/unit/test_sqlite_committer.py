@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.errors import CommitOutcomeUnknownError
 from penstock.log import open_log
-from penstock.log.api import Commit
+from penstock.log.api import Commit, Committed
 from penstock.log.sqlite import committer as module
 from penstock.log.sqlite.committer import Committer, Write
 from penstock.log.sqlite.connection import connect
@@ -196,3 +197,25 @@ def test_a_batch_past_the_recorded_end_is_found(log: SqliteLog, path: Path) -> N
     (damage,) = [found for found in log.verify() if found.stream == "s"]
     assert damage.first_offset == 10
     assert "past the recorded end" in damage.message
+
+
+def test_an_outcome_of_the_first_version_does_not_say_who_made_the_commit(
+    log: SqliteLog, path: Path
+) -> None:
+    """It can be repeated; a fenced holder in doubt is not told that it was its own."""
+    create(log, "s")
+    holder = log.hold("p")
+    part = make_part(log, "s", [1])
+    done = log.commit(holder, 0, Commit(parts=[part]))
+    with contextlib.closing(connect(path)) as connection:
+        ((packed,),) = connection.execute("SELECT outcome FROM producers").fetchall()
+        assert isinstance(packed, bytes)
+        assert msgspec.msgpack.decode(packed)["epoch"] == holder.epoch
+        assert msgspec.msgpack.decode(packed, type=Committed) == done  # as that version reads it
+        older = msgspec.msgpack.encode(done)
+        connection.execute("UPDATE producers SET outcome = ?", (older,))
+    assert log.commit(holder, 0, Commit(parts=[part])).repeated
+    log._doubts.add(holder, 0)
+    log.hold("p")
+    with pytest.raises(CommitOutcomeUnknownError):
+        log.commit(holder, 0, Commit(parts=[part]))

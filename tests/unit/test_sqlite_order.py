@@ -12,7 +12,7 @@ import pytest
 
 from penstock.log import open_log
 from penstock.log.api import Log
-from penstock.log.merge import in_commit_order
+from penstock.log.reading.merge import in_commit_order
 from penstock.testing.contract import Order, commit_as, create, orders
 
 COMMITS = 64

@@ -12,8 +12,8 @@ import pytest
 from penstock.errors import DamagedError
 from penstock.log import open_log
 from penstock.log.api import Log
-from penstock.log.objects import CreateStream, declare
-from penstock.log.read import ReadOptions, read_events
+from penstock.log.declaring.objects import CreateStream, declare
+from penstock.log.reading.read import ReadOptions, read_events
 from penstock.producer import Producer
 from penstock.records.schema import Record
 
@@ -47,7 +47,7 @@ def log(
     with open_log(tmp_path / "log.db", upkeep_interval_ms=0) as opened:
         opened.apply([CreateStream(declare("s", Moment))])
         monkeypatch.setattr("penstock.records.arrow.check_times", lambda *_: None)
-        monkeypatch.setattr("penstock.log.columns.check_times", lambda *_: None)
+        monkeypatch.setattr("penstock.log.writing.columns.check_times", lambda *_: None)
         with Producer(opened) as producer:
             producer.append("s", columns(request.param))
         monkeypatch.undo()
@@ -68,7 +68,7 @@ def test_reading_goes_on_behind_it(log: Log) -> None:
 def test_what_lies_before_it_is_read(log: Log) -> None:
     before = iter(numbers(log))
     assert [next(before) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(DamagedError, match="offset 3 holds a time outside the years") as told:
+    with pytest.raises(DamagedError, match="offset 3 contains a time outside the years") as told:
         next(before)
     assert (told.value.first_offset, told.value.last_offset) == (3, 3)
 

@@ -14,12 +14,12 @@ import pytest
 
 from penstock.log import open_log
 from penstock.log.api import Commit, Part
-from penstock.log.compose import Composer, EventOptions
-from penstock.log.objects import AlterStream, DropStream
-from penstock.log.read import read_batches
+from penstock.log.declaring.objects import AlterStream, DropStream
+from penstock.log.engine.ids import as_integer, ranges_of
+from penstock.log.reading.read import read_batches
 from penstock.log.sqlite import connection as sqlite
-from penstock.log.sqlite.ids import as_integer, ranges_of
-from penstock.log.transaction import Transaction
+from penstock.log.writing.compose import Composer, EventOptions
+from penstock.log.writing.transaction import Transaction
 from penstock.records.event import from_microseconds, now_us
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from penstock.app.query import QueryLimits
-from penstock.app.runner import RunnerOptions
+from penstock.app.running.query import QueryLimits
+from penstock.app.running.runner import RunnerOptions
 from penstock.log.api import Limits
-from penstock.log.objects import Defaults, StreamSpec
+from penstock.log.declaring.objects import Defaults, StreamSpec
 from penstock.log.sqlite.log import SqliteOptions
 from penstock.producer import ProducerOptions
 from penstock.spark.options import SourceOptions
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+DISTANCE = re.compile(r"(\.next|next_offset|last_offset|\bends\[\w+\]) - [a-z]\w*.*")
 BANNED_NAMES = {"utils", "helpers", "common", "base", "misc", "manager"}
 
 
@@ -39,3 +42,41 @@ def test_every_limit_and_option_is_in_the_docs() -> None:
     for kind in kinds:
         for name in {*kind.__struct_fields__} - {"checkpoint"}:  # that is Spark's own
             assert f"`{name}`" in pages, f"{kind.__name__}.{name} is not in the docs"
+
+
+def test_nobody_but_an_engine_takes_the_distance_of_two_offsets_for_a_count() -> None:
+    """Offsets have gaps: `Log.count`, `advance` and `retreat` know what lies between two."""
+    engines = [ROOT / "src/penstock/log" / name for name in ("sqlite", "kafka", "batch.py")]
+    outside = [path for path in SOURCES if not any(path.is_relative_to(e) for e in engines)]
+    found = {
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in outside
+        for match in DISTANCE.finditer(path.read_text("utf-8"))
+    }
+    assert not found
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Engines prefix theirs; a private name counts as well."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in (ROOT / "src/penstock").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].add(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+PARTICIPLE = re.compile(r"([a-z]+ed|told|made|shown|given|found|kept|held|sent|begun|taken|seen)\Z")
+NO_PARTICIPLE = {"feed", "need", "seed", "speed", "applied"}  # the last is a word of the protocol
+
+
+def test_a_function_says_what_it_does() -> None:
+    """`ask` and `translate`, not `asked` and `translated`. What is asked of a thing may be so."""
+    found = set()
+    for path in (ROOT / "src/penstock").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name = node.name.strip("_")
+                if PARTICIPLE.match(name) and name not in NO_PARTICIPLE and not node.decorator_list:
+                    found.add(f"{path.relative_to(ROOT)}: {node.name}")
+    assert not found

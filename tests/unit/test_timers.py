@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from penstock.app.timers import Timers
+from penstock.app.tasks.timers import Timers
 
 
 def test_timers_are_due_in_order(chance: random.Random) -> None:

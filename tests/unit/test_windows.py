@@ -7,7 +7,7 @@ import datetime as dt
 import pytest
 
 from penstock import hopping, tumbling
-from penstock.app.windows import Windows
+from penstock.app.declaring.windows import Windows
 
 FIRST = dt.datetime.min.replace(tzinfo=dt.UTC)
 LAST = dt.datetime.max.replace(tzinfo=dt.UTC)

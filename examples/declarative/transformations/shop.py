@@ -6,7 +6,7 @@ from pyspark import pipelines as dp
 from pyspark.sql import DataFrame, SparkSession
 
 spark = SparkSession.active()
-# Spark's processes have folders of their own: give them the whole path.
+# Spark's processes run in other folders, so they need an absolute path.
 LOG = str(Path(str(spark.conf.get("shop.log"))).resolve())
 
 

@@ -28,15 +28,17 @@ from penstock.cli.streams import (
     RetentionBytesOption,
     RetentionOption,
     TimeOption,
+    WriterOption,
     parse_fields,
     parse_retention,
     parse_retention_bytes,
+    parse_writer,
     streams,
 )
 from penstock.errors import UsageError
 from penstock.log.api import Limits
 from penstock.log.catalogue import import_record
-from penstock.log.objects import (
+from penstock.log.declaring.objects import (
     AlterStream,
     Change,
     GrowStream,
@@ -72,17 +74,19 @@ def alter_stream(  # noqa: PLR0913  one parameter per option
         Literal["write", "majority", "all"] | None,
         typer.Option("--acks", help="What a commit waits for."),
     ] = None,
+    writer: WriterOption = None,
     dry_run: DryRunOption = False,
     yes: YesOption = False,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Change settings of a stream; what is not named stays as it is.
+    """Change the settings of a stream; settings that are not given stay as they are.
 
-    Fields are added to its record, and must be optional (`X | None`). With more partitions, keys
-    may move to new ones; their older events stay where they are. Less retention removes events,
-    so it asks first; without a terminal it wants `--yes`.
+    Fields given with `--field` are added to its record and must be optional (`X | None`). When
+    partitions are added, keys may move to new ones; their older events stay where they are.
+    Reducing retention removes events, so it asks for confirmation; without a terminal, `--yes` is
+    required.
     """
     given = {"time": time, "acks": acks, "replication": replication}
     changed: dict[str, object] = {name: value for name, value in given.items() if value is not None}
@@ -90,31 +94,33 @@ def alter_stream(  # noqa: PLR0913  one parameter per option
         changed["retention_ms"] = parse_retention(retention)
     if retention_bytes is not None:
         changed["retention_bytes"] = parse_retention_bytes(retention_bytes)
+    if writer is not None:
+        changed["writer"] = parse_writer(writer)
     with open_named(context, log, log_option) as opened:
         before = find_stream(opened, stream)
         if record or field:
-            changed["record"] = _altered_record(before, record, field)
+            changed["record"] = _alter_record(before, record, field)
         changes = _changes(before, changed, partitions, opened.limits)
         plan = [describe_change(change, before) for change in changes]
         is_removing = any(is_destructive(change, before) for change in changes)
         if is_removing and not dry_run:
             what = "; ".join(plan)
             refusal = f"this would {what}, which removes events"
-            confirm(f"{what}: this removes events. Do it?", refusal, yes=yes)
+            confirm(f"{what}: this removes events. Continue?", refusal, yes=yes)
         if changes and not dry_run:
             opened.apply(changes)
     _show(before, plan, is_removing, dry_run, json)
 
 
-def _altered_record(before: Stream, record: str | None, fields: list[str] | None) -> Schema:
+def _alter_record(before: Stream, record: str | None, fields: list[str] | None) -> Schema:
     if record and fields:
         raise UsageError("give --record or --field, not both")
     if record:
         return schema_of(import_record(record, Path.cwd()))
     if before.record is None:
         raise UsageError(
-            f"stream {before.name} holds {before.spec.content}, not records: it has no fields to "
-            "add to; create a new stream and copy the events over"
+            f"stream {before.name} holds {before.spec.content}, not records, so fields cannot be "
+            "added: create a new stream and copy the events over"
         )
     old = before.record
     return Schema(old.name, (*old.fields, *parse_fields(old.name, fields or [])))
@@ -145,5 +151,5 @@ def _show(before: Stream, plan: list[str], is_removing: bool, dry_run: bool, jso
     if plan and before.spec.origin and not dry_run:
         note(
             f"{before.name} is declared in the catalogue {before.spec.origin}: change it there "
-            "too, or the next `penstock apply` changes it back"
+            "too, or the next `penstock apply` will change it back"
         )

@@ -12,18 +12,18 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from penstock.app.app import App
-from penstock.app.definitions import Agent, Definition, keeps_timers
-from penstock.app.loading import load_app
-from penstock.app.plan import plan
-from penstock.app.positions import saved_position
-from penstock.app.query import QueryLimits
-from penstock.app.rename import rename_definition
-from penstock.app.reports import agent_rows
-from penstock.app.reset import Output, default_checkpoints, reset_query
-from penstock.app.runner import QueryStatus, Runner
-from penstock.app.saved import Saved, saved_definitions
-from penstock.app.streams import AppStream
+from penstock.app.declaring.app import App
+from penstock.app.declaring.definitions import Agent, Definition
+from penstock.app.declaring.plan import plan
+from penstock.app.declaring.streams import AppStream
+from penstock.app.running.loading import load_app
+from penstock.app.running.positions import read_position
+from penstock.app.running.query import QueryLimits
+from penstock.app.running.rename import rename_definition
+from penstock.app.running.reports import agent_rows
+from penstock.app.running.reset import Output, default_checkpoints, reset_query
+from penstock.app.running.runner import QueryStatus, Runner
+from penstock.app.running.saved import SavedDefinition, read_saved
 from penstock.cli.options import (
     JsonOption,
     LogOption,
@@ -40,8 +40,8 @@ from penstock.cli.options import (
 from penstock.cli.output import confirm, note, say, say_json, stderr, stopping, table
 from penstock.connect.credentials import BY_NAME
 from penstock.errors import PenstockError, UnknownObjectError, UsageError
-from penstock.log.api import Log
-from penstock.log.names import guess
+from penstock.log.api import Count, Log
+from penstock.log.declaring.names import guess
 
 REFRESH_S = 0.5
 LINES_S = 5.0
@@ -55,7 +55,8 @@ CheckpointsOption = Annotated[
     typer.Option(
         "--checkpoints",
         metavar="DIR",
-        help="Where Spark keeps its state. Default: beside the log, with the ending .spark.",
+        help="Directory for Spark's state. Default: the log's path with the suffix .spark; for "
+        "Kafka, penstock.spark in the current directory.",
     ),
 ]
 
@@ -77,7 +78,9 @@ def register(app: typer.Typer) -> None:
     )(reset)
     app.command("rename", epilog=examples("penstock rename shop.py spend spent"))(rename)
     app.command("prepare", epilog=examples("penstock prepare"))(prepare)
-    agents = typer.Typer(no_args_is_help=True, help="Where the agents of apps are.")
+    agents = typer.Typer(
+        no_args_is_help=True, help="Show where agents are running and how far they have read."
+    )
     agents.command("list", epilog=examples("penstock agent list", "penstock agent list --json"))(
         list_agents
     )
@@ -90,11 +93,13 @@ def run(  # noqa: PLR0913  a parameter for each option
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="-- ARGUMENT", help="For the app itself, in sys.argv.", show_default=False
+            metavar="-- ARGUMENT",
+            help="Arguments for the app itself, in sys.argv.",
+            show_default=False,
         ),
     ] = None,
     master: Annotated[
-        str, typer.Option("--master", metavar="URL", help="Spark's master, as Spark names it.")
+        str, typer.Option("--master", metavar="URL", help="Spark's master URL.")
     ] = "local[*]",
     checkpoints: CheckpointsOption = None,
     only: Annotated[
@@ -105,12 +110,14 @@ def run(  # noqa: PLR0913  a parameter for each option
     take_over: Annotated[
         bool,
         typer.Option(
-            "--take-over", help="Do not stand by while another process runs the app: end that one."
+            "--take-over", help="If another process runs the app, end it instead of standing by."
         ),
     ] = False,
     batch_rows: Annotated[
         int,
-        typer.Option("--batch-rows", metavar="N", min=1, help="At most so many events in a batch."),
+        typer.Option(
+            "--batch-rows", metavar="N", min=1, help="Maximum number of events in a batch."
+        ),
     ] = QueryLimits().batch_rows_max,
     json: JsonOption = False,
     log: LogOption = None,
@@ -120,20 +127,20 @@ def run(  # noqa: PLR0913  a parameter for each option
             "--setting",
             "-s",
             metavar="NAME=VALUE",
-            help=f"A setting of Spark (spark.…), or of the log; may be repeated. {BY_NAME}",
+            help=f"A setting of Spark (spark.…) or of the log; may be repeated. {BY_NAME}",
             rich_help_panel="Log",
         ),
     ] = None,
 ) -> None:
-    """Run an app: derived streams and tables, agents and joins, until it is stopped.
+    """Run an app (derived streams and tables, agents, joins) until it is stopped.
 
-    Streams and tables that the app declares are made. Ctrl-C (or SIGTERM) lets every query
-    finish its batch. Exits with 1 if a query was given up.
+    Creates the streams and tables that the app declares. On Ctrl-C or SIGTERM, every query
+    finishes its batch before the command exits. Exits with 1 if a query was given up.
     """
     conf, log_option = split_settings(settings or [])
     folder = _checkpoints(context, log, checkpoints)
     stop = threading.Event()
-    finishing = stopping(stop, "each query finishes its batch")
+    finishing = stopping(stop, "waiting for each query to finish its batch")
     with contextlib.ExitStack() as early:
         loaded = load_app(app, arguments or [], lambda: start_early(early, master, conf, folder))
         check_defined(loaded, only or [])
@@ -143,10 +150,18 @@ def run(  # noqa: PLR0913  a parameter for each option
         from penstock.spark.running import running
 
         with running(
-            loaded, opened, master=master, checkpoints=folder, only=only or [],
-            batch_rows=batch_rows, settings=conf, log_options=parse_options(log_option),
-            tell=lambda what: note(f"{loaded.name}: {what} …"), stop=stop, take_over=take_over,
-        ) as runner:  # fmt: skip
+            loaded,
+            opened,
+            master=master,
+            checkpoints=folder,
+            only=only or [],
+            batch_rows=batch_rows,
+            settings=conf,
+            log_options=parse_options(log_option),
+            tell=lambda what: note(f"{loaded.name}: {what} …"),
+            stop=stop,
+            take_over=take_over,
+        ) as runner:
             _watch(runner, stop, until_idle=until_idle, as_json=json)
         if json:
             say_json({"queries": runner.statuses()})
@@ -161,7 +176,7 @@ def start_early(
     """Start Spark before the app is loaded, whose module needs it for that; ended with `stack`."""
     from penstock.spark.session import close_session, open_session
 
-    note(f"the app needs Spark to be loaded: starting it ({master}) …")
+    note(f"the app needs Spark while it is imported: starting Spark ({master}) …")
     folder.mkdir(parents=True, exist_ok=True)
     stack.callback(close_session, open_session(master, "penstock", settings, folder / "spark.log"))
 
@@ -180,8 +195,8 @@ def check_defined(loaded: App, names: list[str]) -> None:
         if name not in known:
             hint = guess(name, known)
             raise UnknownObjectError(
-                f"app {loaded.name} defines no {name}: {f'{hint} ' if hint else ''}it defines "
-                f"{', '.join(sorted(known))}"
+                f"app {loaded.name} has no definition {name}: {f'{hint} ' if hint else ''}"
+                f"it defines {', '.join(sorted(known))}"
             )
 
 
@@ -214,7 +229,8 @@ def _line(status: QueryStatus, as_json: bool) -> None:
         say_json(status)
         return
     note(
-        f"{status.name}: {status.state}, {status.rate:,.0f} events/s, lag {status.lag:,}, "
+        f"{status.name}: {status.state}, {status.rate:,.0f} events/s, "
+        f"lag {Count(status.lag, status.lag_is_exact)}, "
         f"batch {status.batch_ms:,.0f} ms, hop {status.hop_ms:,.0f} ms"
         + (f"; {status.error.splitlines()[0]}" if status.error else "")
     )
@@ -228,10 +244,15 @@ def view(runner: Runner) -> Table:
     for status in runner.statuses():
         color = {"running": "green", "failed": "red", "restarting": "yellow"}.get(status.state, "")
         grid.add_row(
-            status.name, f"[{color}]{status.state}[/]" if color else status.state,
-            f"{status.rows_in:,}", f"{status.rows_out:,}", f"{status.rate:,.0f}",
-            f"{status.lag:,}", f"{status.batch_ms:,.0f} ms", f"{status.hop_ms:,.0f} ms",
-        )  # fmt: skip
+            status.name,
+            f"[{color}]{status.state}[/]" if color else status.state,
+            f"{status.rows_in:,}",
+            f"{status.rows_out:,}",
+            f"{status.rate:,.0f}",
+            str(Count(status.lag, status.lag_is_exact)),
+            f"{status.batch_ms:,.0f} ms",
+            f"{status.hop_ms:,.0f} ms",
+        )
     return grid
 
 
@@ -240,15 +261,15 @@ def reset(  # noqa: PLR0913  a parameter for each option
     app: AppArgument,
     query: Annotated[
         str,
-        typer.Argument(metavar="QUERY", help="The definition to start again; or several, as a+b."),
+        typer.Argument(metavar="QUERY", help="The definition to reset, or several as a+b."),
     ],
     start: Annotated[
         Literal["earliest", "latest"],
-        typer.Option("--from", metavar="WHERE", help="Begin here: earliest or latest."),
+        typer.Option("--from", metavar="WHERE", help="Where to start: earliest or latest."),
     ] = "earliest",
     output: Annotated[
         Literal["keep", "clear"],
-        typer.Option("--output", help="Keep what it made, or empty its streams and tables."),
+        typer.Option("--output", help="Keep the query's output, or empty its streams and tables."),
     ] = "keep",
     checkpoints: CheckpointsOption = None,
     yes: YesOption = False,
@@ -256,9 +277,9 @@ def reset(  # noqa: PLR0913  a parameter for each option
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Let a query start again: forget its position, and the state that Spark keeps for it.
+    """Reset a query: discard its position and the state that Spark keeps for it.
 
-    With `--output clear` it asks first; without a terminal it wants `--yes`.
+    With `--output clear`, asks for confirmation; without a terminal, `--yes` is required.
     """
     folder = _checkpoints(context, log, checkpoints)
     with contextlib.ExitStack() as early:
@@ -272,14 +293,14 @@ def reset(  # noqa: PLR0913  a parameter for each option
             raise
         gone = {
             name: form
-            for name, form in saved_definitions(opened, loaded.name).items()
+            for name, form in read_saved(opened, loaded.name).items()
             if name not in loaded.definitions
         }
         check_defined(loaded, [name for name in names if name not in gone])
         made = {
             name: _own_outputs(opened, loaded, gone[name])
             if name in gone
-            else _made_by(loaded, loaded.definitions[name], output)
+            else _outputs_of(loaded, loaded.definitions[name], output)
             for name in names
         }
         if output == "clear":
@@ -288,23 +309,29 @@ def reset(  # noqa: PLR0913  a parameter for each option
         for name in names:
             inputs = () if name in gone else loaded.definitions[name].triggers
             done = reset_query(
-                opened, loaded.name, name, start=start, output=output, inputs=inputs,
-                outputs=made[name], checkpoints=folder,
-            )  # fmt: skip
+                opened,
+                loaded.name,
+                name,
+                start=start,
+                output=output,
+                inputs=inputs,
+                outputs=made[name],
+                checkpoints=folder,
+            )
             if json:
                 say_json(done)
             else:
                 what = f"; emptied {', '.join(done.cleared)}" if done.cleared else ""
-                goes_on = "is forgotten" if name in gone else f"starts again from {start}"
-                say(f"{name} {goes_on}{what}")
+                state = f"discarded {name}" if name in gone else f"reset {name} to {start}"
+                say(f"{state}{what}")
 
 
-def _own_outputs(log: Log, loaded: App, form: Saved) -> tuple[str, ...]:
+def _own_outputs(log: Log, loaded: App, form: SavedDefinition) -> tuple[str, ...]:
     """What a definition that is not there any more has made, unless others have made it too."""
     others = {
         place.name
         for definition in loaded.definitions.values()
-        if saved_position(log, loaded.name, definition.name) is not None
+        if read_position(log, loaded.name, definition.name) is not None
         for place in definition.outputs
     }
     return tuple(name for name in (*form.tables, *form.streams) if name not in others)
@@ -313,15 +340,15 @@ def _own_outputs(log: Log, loaded: App, form: Saved) -> tuple[str, ...]:
 def rename(
     context: typer.Context,
     app: AppArgument,
-    old: Annotated[str, typer.Argument(metavar="OLD", help="What the definition was called.")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="What it is called now.")],
+    old: Annotated[str, typer.Argument(metavar="OLD", help="The definition's old name.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Its new name.")],
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Let a definition that has another name now go on where it was, over the table that it has.
+    """Continue a renamed definition from its old position, with the table it already has.
 
-    The app must not run meanwhile.
+    The app must not be running.
     """
     with contextlib.ExitStack() as early:
         folder = _checkpoints(context, log, None)
@@ -334,13 +361,13 @@ def rename(
     if json:
         say_json(done)
     else:
-        say(f"{new} goes on where {old} was")
+        say(f"renamed {old} to {new}: it continues from the same position")
 
 
-def _made_by(loaded: App, definition: Definition, output: Output) -> tuple[str, ...]:
+def _outputs_of(loaded: App, definition: Definition, output: Output) -> tuple[str, ...]:
     """The streams and tables of a definition; raises if one is to be cleared and is not its own."""
     places = [*definition.outputs]
-    if isinstance(definition, Agent) and definition.timers and keeps_timers(definition):
+    if isinstance(definition, Agent) and definition.timers and definition.keeps_timers:
         places.append(definition.timers)
     outputs = tuple(place.name for place in places)
     if output == "clear":
@@ -352,25 +379,25 @@ def _made_by(loaded: App, definition: Definition, output: Output) -> tuple[str, 
             if other is not definition and place.name in [o.name for o in other.outputs]
         ]
         if shared:
-            raise UsageError(f"{shared[0]} is written by others too, and cannot be cleared alone")
+            raise UsageError(f"{shared[0]} cannot be cleared: other definitions write to it too")
     return outputs
 
 
 def prepare(json: JsonOption = False) -> None:
-    """Let Spark start sooner: a third of its time goes into loading classes.
+    """Make Spark start faster: loading classes takes a third of its start time.
 
-    Java keeps them in a file of some 170 MB in the user's cache, for this version of Java and of
-    Spark. Takes about half a minute, once.
+    Stores the loaded classes in a file of about 170 MB in the user's cache, for this version of
+    Java and Spark. Takes about half a minute, once.
     """
     from penstock.spark.preparing import prepare as make
 
-    with stderr.status("Spark is started once, and what it loads is kept …"):
+    with stderr.status("starting Spark once to store the classes that it loads …"):
         made = make()
     size = made.stat().st_size
     if json:
         say_json({"file": str(made), "bytes": size})
     else:
-        say(f"Spark is prepared ({made}, {size / 1e6:,.0f} MB)")
+        say(f"prepared Spark ({made}, {size / 1e6:,.0f} MB)")
 
 
 def list_agents(
@@ -379,7 +406,7 @@ def list_agents(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Show on which partitions, offsets and workers each agent is active, and its lag."""
+    """Show each agent's partitions, offsets, workers and lag, and whether it is running."""
     with open_to_read(context, log, log_option) as opened:
         rows = agent_rows(opened)
     if json:

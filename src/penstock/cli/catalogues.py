@@ -27,10 +27,10 @@ from penstock.cli.options import (
 from penstock.cli.output import confirm, count, say, say_json
 from penstock.log import log_path
 from penstock.log.api import Log
-from penstock.log.catalogue import Step, load, make_plan
-from penstock.log.objects import CreateNamespace, DropNamespace
+from penstock.log.catalogue import PlanStep, load, make_plan
+from penstock.log.declaring.objects import CreateNamespace, DropNamespace
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The namespace.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the namespace.")]
 namespaces = typer.Typer(no_args_is_help=True, help="List, create and drop namespaces.")
 
 
@@ -79,7 +79,7 @@ def drop_namespace(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Remove a namespace that holds no streams; `default` cannot be removed."""
+    """Drop a namespace that holds no streams; `default` cannot be dropped."""
     with open_named(context, log, log_option) as opened:
         opened.apply([DropNamespace(find_namespace(opened, name))])
     say_json({"dropped": name}) if json else say(f"dropped namespace {name}")
@@ -94,10 +94,11 @@ def apply(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Make the log what a catalogue file says: shows the plan, then applies it as one.
+    """Bring the log in line with a catalogue file: show the plan, then apply it as one
+    change.
 
-    Applied again, it does nothing. Before changes that remove events it asks; without a terminal
-    it wants `--yes`.
+    Applying the same file again changes nothing. Changes that remove events ask for confirmation;
+    without a terminal, `--yes` is required.
     """
     catalogue = load(file)
     if dry_run:
@@ -107,7 +108,7 @@ def apply(
 
     url = log_url(context, log)
 
-    def carry_out(opened: Log) -> list[Step]:
+    def carry_out(opened: Log) -> list[PlanStep]:
         plan = make_plan(opened, catalogue)
         if opened.url in (url, str(log_path(url))):  # not at the rehearsal
             _show_plan(plan, json)
@@ -122,11 +123,11 @@ def apply(
         say(f"applied {count(len(plan), 'change')}")
 
 
-def _confirm_destructive(file: Path, plan: list[Step], yes: bool) -> None:
+def _confirm_destructive(file: Path, plan: list[PlanStep], yes: bool) -> None:
     removing = [step.description for step in plan if step.destructive]
     if removing:
         what = "; ".join(removing)
-        confirm(f"This will {what}. Do it?", f"{file} would {what}", yes=yes)
+        confirm(f"This will {what}. Continue?", f"{file} would {what}", yes=yes)
 
 
 @contextlib.contextmanager
@@ -142,7 +143,7 @@ def _log_or_empty(
             yield opened
 
 
-def _show_plan(plan: list[Step], json: bool) -> None:
+def _show_plan(plan: list[PlanStep], json: bool) -> None:
     if json:
         for step in plan:
             say_json({"change": step.description, "destructive": step.destructive})

@@ -21,7 +21,7 @@ from penstock.cli.streams import (
 )
 from penstock.errors import UsageError
 from penstock.log.api import Log
-from penstock.log.objects import StreamSpec
+from penstock.log.declaring.objects import StreamSpec
 
 if TYPE_CHECKING:
     from penstock.log.kafka.log import KafkaLog
@@ -37,13 +37,16 @@ def register(app: typer.Typer) -> None:
 def cluster(
     context: typer.Context,
     behind: Annotated[
-        bool, typer.Option("--behind", help="Only partitions that are not held as they should be.")
+        bool,
+        typer.Option(
+            "--behind", help="Only partitions without a leader, or with too few replicas in sync."
+        ),
     ] = False,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Show brokers, racks, and each partition's leader and replicas.
+    """Show brokers and racks, and each partition's leader and replicas.
 
     Exits with 1 if a partition has no leader, or fewer replicas in sync than it should have.
     """
@@ -67,14 +70,21 @@ def cluster(
                 ("stream", "partition", "leader", "replicas", "in sync", ""),
                 [
                     (
-                        p.stream, p.partition, "none" if p.leader is None else p.leader,
-                        _list(p.replicas), _list(p.in_sync), _state(p.is_behind, p.is_in_one_rack),
+                        p.stream,
+                        p.partition,
+                        "none" if p.leader is None else p.leader,
+                        _list(p.replicas),
+                        _list(p.in_sync),
+                        _state(p.is_behind, p.is_in_one_rack),
                     )
                     for p in shown
                 ],
-            )  # fmt: skip
+            )
     if bad:
-        note(f"{len(bad)} of {len(found.partitions)} partitions are not held as they should be")
+        note(
+            f"{len(bad)} of {len(found.partitions)} partitions have no leader, or too few replicas "
+            "in sync"
+        )
         raise typer.Exit(1)
 
 
@@ -98,9 +108,9 @@ def adopt_stream(  # noqa: PLR0913  one parameter per option
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Make a topic that another program created a stream: the topic NAMESPACE.NAME.
+    """Turn the Kafka topic NAMESPACE.NAME, which another program created, into a stream.
 
-    Its messages stay what they are, and others may go on writing to it.
+    Its messages stay as they are, and other programs may continue to write to it.
     """
     schema, content = what_it_holds(stream, record, field, bytes_)
     spec = StreamSpec(name=stream, record=schema, content=content, key=key, time=time, table=table_)
@@ -117,8 +127,8 @@ def _on_kafka(log: Log) -> KafkaLog:
     """The log as one on Kafka; `UsageError` if it is none."""
     if not log.url.startswith("kafka://"):
         raise UsageError(
-            f"{log.url} is an embedded log: it has no brokers and topics; `penstock doctor` says "
-            "how it is doing"
+            f"{log.url} is an embedded log, which has no brokers or topics: use `penstock doctor` "
+            "to check it"
         )
     return cast("KafkaLog", log)
 

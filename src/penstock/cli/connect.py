@@ -1,44 +1,37 @@
-"""Connectors that ship, as programs: `penstock connect NAME …`."""
+"""Sources that ship, as programs: `penstock connect NAME …`."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from penstock.cli.options import (
-    AtOption,
     JsonOption,
     UntilIdleOption,
-    check_closed,
     examples,
-    parse_duration,
     parse_setting,
 )
-from penstock.cli.output import count, note, say, say_json, say_listening, stopping
-from penstock.connect.credentials import BY_NAME, hide, reveal
-from penstock.connect.sink import Sink, SinkHost, SinkOptions
-from penstock.connect.sinks.file import FileSink
-from penstock.connect.source import ConnectorOptions, Source, SourceConnector
+from penstock.cli.output import count, note, say, say_json, stopping
+from penstock.connect.clients.source import ConnectorOptions, Source, SourceConnector
+from penstock.connect.credentials import BY_NAME, reveal
 from penstock.connect.sources.file import FileSource
 from penstock.errors import UsageError
 
 connect = typer.Typer(
     no_args_is_help=True,
-    help="Run a connector: a source feeds a listener (`penstock listen`), a sink takes what apps "
-    "push (`app.sink`).",
+    help="Run a connector: a source sends to a listener (`penstock listen`), a sink receives what "
+    "apps push (`app.sink`).",
 )
 TICK_S = 0.2
 ToOption = Annotated[
     str,
-    typer.Option(
-        "--to", metavar="HOST:PORT", help="Where `penstock listen` listens; or auto:NAME."
-    ),
+    typer.Option("--to", metavar="HOST:PORT", help="Address of `penstock listen`, or auto:NAME."),
 ]
 CookieOption = Annotated[
     str,
@@ -47,7 +40,7 @@ CookieOption = Annotated[
         envvar="PENSTOCK_COOKIE",
         parser=reveal,
         metavar="SECRET",
-        help=f"What the other side wants to know. {BY_NAME}",
+        help=f"The secret shared with the other side. {BY_NAME}",
     ),
 ]
 RedisArgument = Annotated[
@@ -70,18 +63,16 @@ NameOption = Annotated[
     typer.Option(
         "--name",
         metavar="NAME",
-        help="The connector stream's name; by default such as file/x.log.",
+        help="Name of the connector stream. Default: derived from what it reads.",
     ),
 ]
 InstanceOption = Annotated[
     str,
     typer.Option(
-        "--instance", metavar="NAME", help="What this connector is called; by default host and pid."
+        "--instance",
+        metavar="NAME",
+        help="Name of this connector. Default: host, pid and a random part.",
     ),
-]
-StateOption = Annotated[
-    Path,
-    typer.Option("--state", metavar="DIR", help="Where the sink keeps its transactions."),
 ]
 SettingOption = Annotated[
     list[str] | None,
@@ -89,11 +80,10 @@ SettingOption = Annotated[
         "--setting",
         "-s",
         metavar="NAME=VALUE",
-        help=f"Any setting of librdkafka; may be repeated. {BY_NAME}",
+        help=f"A setting of librdkafka; may be repeated. {BY_NAME}",
     ),
 ]
 LISTENER = "127.0.0.1:6067"
-SINK = "127.0.0.1:6068"
 
 
 @contextlib.contextmanager
@@ -103,12 +93,8 @@ def needing(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"this connector needs more packages ({error.name}): pip install 'penstock[{extra}]'"
+            f"this connector needs the package {error.name}: pip install 'penstock[{extra}]'"
         ) from None
-
-
-def register(app: typer.Typer) -> None:
-    app.add_typer(connect, name="connect")
 
 
 # Sources
@@ -121,7 +107,9 @@ def register(app: typer.Typer) -> None:
     ),
 )
 def file_source(  # noqa: PLR0913  one parameter per option
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file; it may be rotated.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file to read; it may be rotated.")
+    ],
     name: NameOption = None,
     until_idle: UntilIdleOption = False,
     state: Annotated[
@@ -129,19 +117,19 @@ def file_source(  # noqa: PLR0913  one parameter per option
         typer.Option(
             "--state",
             metavar="DIR",
-            help="Where it keeps which files it has read; by default, beside the file.",
+            help="Directory for the record of files already read. Default: beside the file.",
         ),
     ] = None,
     on_gone: Annotated[
         Literal["fail", "skip"],
-        typer.Option("--on-gone", help="Where what comes next is not there any more."),
+        typer.Option("--on-gone", help="What to do if the next data no longer exists."),
     ] = "fail",
     to: ToOption = LISTENER,
     cookie: CookieOption = "",
     instance: InstanceOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Send the lines of a file, and those that are added to it."""
+    """Send the lines of a file, including lines added later."""
     whole = path.resolve()
     called = name or f"file/{socket.gethostname()}{whole}"
     source = FileSource(called, whole, until_end=until_idle, on_gone=on_gone, state=state)
@@ -153,21 +141,25 @@ def file_source(  # noqa: PLR0913  one parameter per option
     epilog=examples("penstock connect kafka broker:9092 clicks views --group penstock"),
 )
 def kafka_source(  # noqa: PLR0913  one parameter per option
-    servers: Annotated[str, typer.Argument(help="HOST:PORT of brokers, with commas.")],
+    servers: Annotated[str, typer.Argument(help="HOST:PORT of brokers, separated by commas.")],
     topics: Annotated[list[str], typer.Argument(help="The topics to read.")],
     group: Annotated[
         str,
-        typer.Option("--group", metavar="NAME", help="The group in which several share the work."),
+        typer.Option(
+            "--group", metavar="NAME", help="Consumer group in which several share the work."
+        ),
     ],
     start: Annotated[
         Literal["earliest", "latest"],
         typer.Option(
-            "--from", metavar="WHERE", help="Begin a new partition here: earliest or latest."
+            "--from",
+            metavar="WHERE",
+            help="Where to start reading a new partition: earliest or latest.",
         ),
     ] = "earliest",
     on_gone: Annotated[
         Literal["fail", "earliest", "latest"],
-        typer.Option("--on-gone", help="Where Kafka has removed what comes next."),
+        typer.Option("--on-gone", help="What to do if Kafka has removed the next message."),
     ] = "fail",
     setting: SettingOption = None,
     to: ToOption = LISTENER,
@@ -175,7 +167,7 @@ def kafka_source(  # noqa: PLR0913  one parameter per option
     instance: InstanceOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Send the messages of Kafka's topics; each partition is a connector stream."""
+    """Send the messages of Kafka topics; each partition is a connector stream."""
     with needing("kafka"):
         from penstock.connect.sources.kafka import KafkaTopics
 
@@ -185,7 +177,7 @@ def kafka_source(  # noqa: PLR0913  one parameter per option
         settings=dict(parse_setting(item) for item in setting or []),
     )  # fmt: skip
     stop = threading.Event()
-    with stopping(stop, "the connection is ended"), found:
+    with stopping(stop, "closing the connection"), found:
         note(f"sending {', '.join(topics)} to {to}")
         while not stop.wait(TICK_S):
             found.check()
@@ -202,7 +194,7 @@ def kafka_source(  # noqa: PLR0913  one parameter per option
 )
 def redis_source(  # noqa: PLR0913  one parameter per option
     url: RedisArgument,
-    key: Annotated[str, typer.Argument(metavar="NAME", help="The stream, or the channel.")],
+    key: Annotated[str, typer.Argument(metavar="NAME", help="The stream or channel.")],
     group: Annotated[
         str,
         typer.Option(
@@ -210,11 +202,11 @@ def redis_source(  # noqa: PLR0913  one parameter per option
         ),
     ] = "",
     subscribe: Annotated[
-        bool, typer.Option("--subscribe", help="NAME is a channel: at most once.")
+        bool, typer.Option("--subscribe", help="NAME is a channel, delivered at most once.")
     ] = False,
     on_gone: Annotated[
         Literal["fail", "skip"],
-        typer.Option("--on-gone", help="Where what comes next is not there any more."),
+        typer.Option("--on-gone", help="What to do if the next data no longer exists."),
     ] = "fail",
     name: NameOption = None,
     to: ToOption = LISTENER,
@@ -225,8 +217,9 @@ def redis_source(  # noqa: PLR0913  one parameter per option
     """Send the entries of a Redis stream, or the messages of a channel."""
     with needing("redis"):
         from penstock.connect.sources import redis, redis_channel
+        from penstock.connect.systems.redis import parse_server
 
-    host, rest = redis.server_of(url)
+    host, rest = parse_server(url)
     server = f"redis/{_host(host)}:{rest}"
     source: Source
     if subscribe:
@@ -255,7 +248,7 @@ def postgres_source(  # noqa: PLR0913  one parameter per option
         typer.Option(
             "--table",
             metavar="NAME",
-            help="Send the rows of this table; notifications only announce them.",
+            help="Send the rows of this table; notifications only announce new ones.",
         ),
     ] = "",
     id_column: Annotated[
@@ -268,11 +261,12 @@ def postgres_source(  # noqa: PLR0913  one parameter per option
     instance: InstanceOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Send the rows of a PostgreSQL table, each once; or notifications, at most once."""
+    """Send the rows of a PostgreSQL table, each once, or notifications, at most once."""
     with needing("postgres"):
-        from penstock.connect.sources.postgres import PostgresListenSource, database_of
+        from penstock.connect.sources.postgres import PostgresListenSource
+        from penstock.connect.systems.postgres import parse_database
 
-    host, rest = database_of(url)
+    host, rest = parse_database(url)
     server = f"postgres/{_host(host)}:{rest}"
     called = name or (f"{server}/{table}" if table else f"{server}/channel/{channel}")
     source = PostgresListenSource(called, url, channel, table=table, id_column=id_column)
@@ -292,7 +286,7 @@ def run_source(source: Source, to: str, cookie: str, instance: str, json: bool) 
     )
     stop = threading.Event()
     with (
-        stopping(stop, "the connection is ended"),
+        stopping(stop, "closing the connection"),
         SourceConnector(to, [source], options) as connector,
     ):
         note(f"sending {source.name} to {to}")
@@ -307,151 +301,4 @@ def _say_sent(name: str, messages: int, json: bool) -> None:
     if json:
         say_json({"sent": messages, "of": name})
     else:
-        say(f"sent {count(messages, 'message')} of {name}")
-
-
-# Sinks
-
-
-@connect.command("file-sink", epilog=examples("penstock connect file-sink out --at 127.0.0.1:6068"))
-def file_sink(
-    folder: Annotated[Path, typer.Argument(help="Where the files are; one for each worker.")],
-    at: AtOption = SINK,
-    cookie: CookieOption = "",
-    json: JsonOption = False,
-) -> None:
-    """Append what apps push to files; what is not committed is cut off again."""
-    options = SinkOptions(address=at, cookie=cookie)
-    run_sink(lambda worker: FileSink(folder, worker), folder, options, json)
-
-
-@connect.command(
-    "redis-sink",
-    epilog=examples(
-        "penstock connect redis-sink redis://localhost/0 --hash users --state sink",
-        "penstock connect redis-sink redis://localhost/0 --channel news --state sink",
-    ),
-)
-def redis_sink(
-    url: RedisArgument,
-    state: StateOption,
-    hash_: Annotated[
-        str, typer.Option("--hash", metavar="NAME", help="Keep a hash NAME:KEY for each key.")
-    ] = "",
-    channel: Annotated[
-        str, typer.Option("--channel", metavar="NAME", help="Publish to this channel.")
-    ] = "",
-    stream: Annotated[
-        str, typer.Option("--stream", metavar="NAME", help="Add to this stream.")
-    ] = "",
-    at: AtOption = SINK,
-    cookie: CookieOption = "",
-    json: JsonOption = False,
-) -> None:
-    """Bring what apps push into Redis: hashes by key, a channel, or a stream."""
-    with needing("redis"):
-        from penstock.connect.sinks import redis
-
-    if sum(map(bool, (hash_, channel, stream))) != 1:
-        raise UsageError("say where it goes: one of --hash, --channel and --stream")
-
-    def make(worker: str) -> redis.RedisHashSink | redis.RedisPublishSink:
-        if hash_:
-            return redis.RedisHashSink(url, worker, hash_)
-        return redis.RedisPublishSink(url, worker, channel=channel, stream=stream)
-
-    options = SinkOptions(address=at, cookie=cookie)
-    run_sink(make, state, options, json, lambda: make("").check())
-
-
-@connect.command(
-    "postgres-sink",
-    epilog=examples(
-        "penstock connect postgres-sink postgresql://localhost/shop totals --key item --state x"
-    ),
-)
-def postgres_sink(  # noqa: PLR0913  one parameter per option
-    url: PostgresArgument,
-    table: Annotated[str, typer.Argument(help="The table, with a unique index on its keys.")],
-    key: Annotated[
-        list[str],
-        typer.Option("--key", metavar="COLUMN", help="A column by which rows are found."),
-    ],
-    state: StateOption,
-    rehearse: Annotated[
-        bool, typer.Option(help="Try rows before voting for them; without, half the work.")
-    ] = True,
-    timeout: Annotated[
-        str,
-        typer.Option(
-            "--timeout",
-            metavar="DURATION",
-            help="How long a transaction may take; the app waits for its answer too.",
-        ),
-    ] = "50s",
-    at: AtOption = SINK,
-    cookie: CookieOption = "",
-    json: JsonOption = False,
-) -> None:
-    """Bring what apps push into a PostgreSQL table: rows are inserted or updated by key."""
-    with needing("postgres"):
-        from penstock.connect.sinks.postgres import PostgresSink
-
-    timeout_s = parse_duration(timeout, "--timeout") / 1000
-
-    def make(worker: str) -> PostgresSink:
-        return PostgresSink(url, worker, table, key, rehearse=rehearse, timeout_s=timeout_s)
-
-    options = SinkOptions(address=at, cookie=cookie)
-    run_sink(make, state, options, json, lambda: make("").check())
-
-
-@connect.command(
-    "kafka-sink",
-    epilog=examples("penstock connect kafka-sink broker:9092 totals --state totals-sink"),
-)
-def kafka_sink(
-    servers: Annotated[str, typer.Argument(help="HOST:PORT of brokers, with commas.")],
-    topic: Annotated[str, typer.Argument(help="The topic to write to.")],
-    state: StateOption,
-    setting: SettingOption = None,
-    at: AtOption = SINK,
-    cookie: CookieOption = "",
-    json: JsonOption = False,
-) -> None:
-    """Bring what apps push into a topic of Kafka, each commit as one transaction there."""
-    with needing("kafka"):
-        from penstock.connect.sinks.kafka import KafkaSink
-
-    settings = dict(parse_setting(item) for item in setting or [])
-
-    def make(worker: str) -> KafkaSink:
-        return KafkaSink(servers, worker, topic, state, settings=settings)
-
-    options = SinkOptions(address=at, cookie=cookie)
-    run_sink(make, state, options, json, lambda: make("").check())
-
-
-def run_sink(
-    make: Callable[[str], Sink],
-    state: Path,
-    options: SinkOptions,
-    json: bool,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Run a sink until it is stopped; raises why its target cannot be used, if it cannot.
-
-    `check` looks at the target before anybody comes; one that is only away is waited for.
-    """
-    check_closed(options.address, options.cookie)
-    try:
-        check()
-    except UsageError:
-        raise
-    except Exception as error:
-        note(f"the target is away ({hide(str(error))}): workers are told to try again")
-    stop = threading.Event()
-    with stopping(stop, "connections are ended"), SinkHost(make, state, options, note) as host:
-        say_listening(*host.address, json)
-        while not stop.wait(TICK_S):
-            host.check()
+        say(f"sent {count(messages, 'message')} from {name}")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from penstock.app.reports import SinkRow, sink_rows
+from penstock.app.running.reports import SinkRow, sink_rows
 from penstock.cli.options import (
     AtOption,
     DryRunOption,
@@ -24,15 +24,15 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import confirm, count, note, say, say_json, say_listening, stopping, table
 from penstock.connect.credentials import BY_NAME, reveal
-from penstock.connect.listener import Listener, ListenerOptions, OnDamage
-from penstock.connect.registry import SourceRecord, amend, numbered_records, records
-from penstock.connect.wire import NEVER
+from penstock.connect.hosts.listener import Listener, ListenerOptions, OnDamage
+from penstock.connect.hosts.registry import SourceRecord, amend, numbered_records, records
+from penstock.connect.protocol.wire import NEVER
 from penstock.errors import UnknownObjectError, UsageError
 from penstock.log.api import Log
-from penstock.log.names import guess
+from penstock.log.declaring.names import guess
 from penstock.records.event import from_microseconds
 
-connectors = typer.Typer(no_args_is_help=True, help="Look at connectors.")
+connectors = typer.Typer(no_args_is_help=True, help="List, show, rewind and forget connectors.")
 
 
 def register(app: typer.Typer) -> None:
@@ -50,14 +50,17 @@ def listen(  # noqa: PLR0913  one parameter per option
     context: typer.Context,
     stream: Annotated[
         str | None,
-        typer.Argument(metavar="STREAM", help="Where everything goes.", show_default=False),
+        typer.Argument(
+            metavar="STREAM", help="Stream for messages that match no --route.", show_default=False
+        ),
     ] = None,
     route: Annotated[
         list[str] | None,
         typer.Option(
             "--route",
             metavar="PATTERN=STREAM",
-            help="Where connector streams with such a name go; the first that fits counts.",
+            help="Stream for connector streams whose name matches PATTERN; the first match "
+            "applies.",
         ),
     ] = None,
     at: AtOption = "127.0.0.1:6067",
@@ -68,37 +71,39 @@ def listen(  # noqa: PLR0913  one parameter per option
             envvar="PENSTOCK_COOKIE",
             parser=reveal,
             metavar="SECRET",
-            help=f"What connectors must know. {BY_NAME}",
+            help=f"The secret that connectors must present. {BY_NAME}",
         ),
     ] = "",
     policy: Annotated[
         Literal["oldest", "takeover"],
-        typer.Option("--policy", help="Who gets a stream that two connectors want."),
+        typer.Option("--policy", help="Which of two connectors gets a stream that both want."),
     ] = "oldest",
     credits_: Annotated[
         int,
-        typer.Option("--credits", metavar="N", min=2, help="How many frames may be on their way."),
+        typer.Option("--credits", metavar="N", min=2, help="How many frames may be in flight."),
     ] = 32_768,
     on_damage: Annotated[
         OnDamage,
         typer.Option(
             "--on-damage",
-            help="What becomes of messages that the stream cannot hold: they end the connection, "
-            "are left out, or are told in the stream NAME_dead.",
+            help="What to do with messages that the stream cannot hold: close the connection, skip "
+            "them, or report them in the stream NAME_dead.",
         ),
     ] = "stop",
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Take source connectors in: what they send becomes events, each once.
+    """Accept source connectors and store each of their messages exactly once as an event.
 
-    Ctrl-C (or SIGTERM) makes everything safe that has come, and sends the connectors away; they
-    come again when somebody listens.
+    On Ctrl-C or SIGTERM, stores everything that has arrived and disconnects the connectors; they
+    reconnect when there is a listener again.
     """
     routes = [_route(item) for item in route or []] + ([("*", stream)] if stream else [])
     if not routes:
-        raise UsageError("say where messages go: penstock listen STREAM, or --route PATTERN=STREAM")
+        raise UsageError(
+            "give a destination for messages: penstock listen STREAM, or --route PATTERN=STREAM"
+        )
     check_closed(at, cookie)
     options = ListenerOptions(
         routes=routes, address=at, cookie=cookie, policy=policy, credits=credits_,
@@ -107,7 +112,7 @@ def listen(  # noqa: PLR0913  one parameter per option
     stop = threading.Event()
     with (
         open_named(context, log, log_option) as opened,
-        stopping(stop, "connectors are sent away"),
+        stopping(stop, "disconnecting connectors"),
         Listener(opened, options, note) as listener,
     ):
         say_listening(*listener.address, json)
@@ -117,7 +122,9 @@ def listen(  # noqa: PLR0913  one parameter per option
 def _route(text: str) -> tuple[str, str]:
     pattern, _, stream = text.partition("=")
     if not pattern or not stream:
-        raise UsageError(f"{text!r} is no route: write PATTERN=STREAM, as in 'sensor.*=raw'")
+        raise UsageError(
+            f"{text!r} is not a valid route: use PATTERN=STREAM, such as 'sensor.*=raw'"
+        )
     return pattern, stream
 
 
@@ -130,10 +137,10 @@ def list_connectors(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Every connector stream and sink: who has it, how far it is, and what went through.
+    """List connector streams and sinks: owner, position and traffic.
 
-    How late a source is: how old its last message was when it was stored. What waits for a sink
-    are the events that its query has not pushed yet.
+    A source is as late as its last message was old when it was stored. The events waiting for a
+    sink are those that its query has not pushed yet.
     """
     with open_named(context, log, log_option) as opened:
         sources = [_source(record) for record in sorted(records(opened), key=lambda r: r.name)]
@@ -161,7 +168,7 @@ NameArgument = Annotated[
     str,
     typer.Argument(
         metavar="CONNECTOR", show_default=False,
-        help="A connector stream, with all of its partitions, or a pattern such as 'kafka/*'.",
+        help="A connector stream with all its partitions, or a pattern such as 'kafka/*'.",
     ),
 ]  # fmt: skip
 
@@ -177,11 +184,13 @@ def show(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """What is kept of a connector: each of its streams, up to where the log has it, who has it,
-    how late it is, and what was last wrong with a message. Or a sink's workers.
+    """Show everything stored about a connector.
+
+    For a source: each of its streams, how far the log has stored it, its owner, how late it is,
+    and the last error in a message. For a sink: its workers.
     """
     with open_named(context, log, log_option) as opened:
-        rows = [_details(number, record) for number, record in _found(opened, connector)]
+        rows = [_details(number, record) for number, record in _find(opened, connector)]
         rows += [_sink(row) for row in sink_rows(opened) if _is_meant(row.worker, connector)]
         if not rows:
             raise _unknown(opened, connector)
@@ -205,17 +214,18 @@ def forget(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Remove what is kept of a connector that is gone for good, its points of reference included.
+    """Remove what is stored about a connector that is gone for good.
 
-    Events that it has sent stay. If it comes again, it begins at its beginning, and what it sends
-    again is there twice. A connector that is connected is refused, and so is a sink.
+    This includes its points of reference; the events that it has sent are kept. If it connects
+    again, it starts from its beginning, and what it sends again is stored twice. Refused for
+    a connector that is connected, and for a sink.
     """
     with open_named(context, log, log_option) as opened:
         found = _chosen(opened, connector)
         names = ", ".join(record.name for _, record in found[:10])
         more = f" and {len(found) - 10:,} others" if len(found) > 10 else ""
-        what = f"forget {names}{more}, and up to where the log has them"
-        confirm(f"{what.capitalize()}?", f"this would {what}", yes=yes)
+        what = f"{names}{more}, including points of reference"
+        confirm(f"Forget {what}?", f"this would forget {what}", yes=yes)
         for number, record in found:
             amend(opened, number, lambda record: None)
             _say_done({"forgot": record.name, "was_up_to": _point(record)}, json)
@@ -236,7 +246,7 @@ def rewind(
         typer.Option(
             "--after",
             metavar="NUMBER",
-            help="The last message that is to count as stored; `start`: none of them.",
+            help="Number of the last message to count as stored; `start` for none.",
         ),
     ],
     dry_run: DryRunOption = False,
@@ -245,25 +255,25 @@ def rewind(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Set a connector stream back, so that its connector sends again what comes behind a message.
+    """Rewind a connector stream, so that its connector sends the messages after a point again.
 
-    Events that are there stay: what is sent again is there twice, under the same ids, unless the
-    stream takes its ids from the producer. A connector that is connected is refused.
+    Existing events are kept: what is sent again is stored twice, under the same ids, unless the
+    stream takes its ids from the producer. Refused for a connector that is connected.
     """
-    point = _parsed_point(after)
+    point = _parse_point(after)
     with open_named(context, log, log_option) as opened:
         found = _chosen(opened, connector)
         if point != NEVER:  # a number is that of one stream
             found = [item for item in found if item[1].name == connector] or found
         if point != NEVER and len(found) > 1:
             names = ", ".join(record.name for _, record in found[:10])
-            raise UsageError(f"{connector!r} is several connector streams ({names}): name one")
+            raise UsageError(f"{connector!r} matches several connector streams ({names}): name one")
         for _, record in found:
             _check_back(record, point)
         if not dry_run:
-            what = f"set {count(len(found), 'stream')} back to {after}"
-            question = f"{what.capitalize()}? What is sent again is there twice."
-            confirm(question, f"this would {what}", yes=yes)
+            what = f"{count(len(found), 'stream')} to {after}"
+            question = f"Rewind {what}? What is sent again is stored twice."
+            confirm(question, f"this would rewind {what}", yes=yes)
         for number, record in found:
             if not dry_run:
                 amend(opened, number, lambda record: _set_back(record, point))
@@ -271,11 +281,11 @@ def rewind(
             _say_done(done | ({"dry_run": True} if dry_run else {}), json)
 
 
-def _parsed_point(text: str) -> int:
+def _parse_point(text: str) -> int:
     if text == "start":
         return NEVER
     if not text.isdigit() or int(text) >= NEVER:
-        raise UsageError(f"{text!r} is no number of a message: write one, or `start`")
+        raise UsageError(f"{text!r} is not a valid message number: give one, or `start`")
     return int(text)
 
 
@@ -285,7 +295,8 @@ def _check_back(record: SourceRecord, point: int) -> None:
     if point != NEVER and (is_at_start or point > record.point_of_ref):
         at = "its start" if is_at_start else f"message {record.point_of_ref}"
         raise UsageError(
-            f"{record.name} is at {at}: set to {point}, what lies between would never be stored"
+            f"{record.name} is at {at} and cannot be moved forward to {point}: the messages "
+            "between would never be stored"
         )
 
 
@@ -294,7 +305,7 @@ def _set_back(record: SourceRecord, point: int) -> SourceRecord:
     return msgspec.structs.replace(record, point_of_ref=point)
 
 
-def _found(opened: Log, connector: str) -> list[tuple[int, SourceRecord]]:
+def _find(opened: Log, connector: str) -> list[tuple[int, SourceRecord]]:
     found = [item for item in numbered_records(opened) if _is_meant(item[1].name, connector)]
     return sorted(found, key=lambda item: item[1].name)
 
@@ -308,13 +319,13 @@ def _is_meant(name: str, connector: str) -> bool:
 
 def _chosen(opened: Log, connector: str) -> list[tuple[int, SourceRecord]]:
     """The connector streams that are meant. Raises `UsageError` if there are none."""
-    found = _found(opened, connector)
+    found = _find(opened, connector)
     if found:
         return found
     if any(_is_meant(row.worker, connector) for row in sink_rows(opened)):
         raise UsageError(
-            f"{connector} is a sink: `penstock reset APP QUERY` lets that of an app begin anew, "
-            'and another producer name that of format("penstock.sink")'
+            f"{connector} is a sink: `penstock reset APP QUERY` resets a sink of an app; for "
+            'format("penstock.sink"), use another producer name'
         )
     raise _unknown(opened, connector)
 
@@ -358,7 +369,7 @@ def _source(record: SourceRecord) -> dict[str, object]:
     owner = record.owner if record.is_owned() else None
     return {
         "kind": "source", "connector": record.name, "stream": record.stream,
-        "state": "nobody has it" if owner is None else f"{owner.program} {owner.instance}".strip(),
+        "state": "not connected" if owner is None else f"{owner.program} {owner.instance}".strip(),
         "up_to": _point(record),
         "messages": record.messages, "bytes": record.bytes, "lag_ms": record.lag_ms,
         "credits": record.credits, "reconnects": record.opened - 1, "dropped": record.dropped,

@@ -26,8 +26,10 @@ from penstock.cli.reading import (
     report_damage,
 )
 from penstock.errors import LimitError, PenstockError, UnknownObjectError, UsageError
-from penstock.log.api import Log
-from penstock.log.api import Progress as Report
+from penstock.groups.letters import GROUP_PREFIX
+from penstock.log.api import Log, Report
+from penstock.log.declaring.names import guess
+from penstock.log.declaring.objects import Stream
 from penstock.log.letters import (
     DeadLetter,
     Letter,
@@ -37,9 +39,7 @@ from penstock.log.letters import (
     letter_streams,
     letters_in,
 )
-from penstock.log.names import guess
-from penstock.log.objects import Stream
-from penstock.log.read import ReadOptions, Span, span_of
+from penstock.log.reading.read import ReadOptions, Span, span_of
 from penstock.records.event import Event, JsonValue
 
 LAST = 50
@@ -47,26 +47,28 @@ HISTORY_MAX = 20
 REPLAYED_HEADER = "replayof"
 """The header of an event that was a dead letter: the place of that letter."""
 
-dead = typer.Typer(
-    no_args_is_help=True, help="Dead letters: list them, look at one, send them again."
-)
+dead = typer.Typer(no_args_is_help=True, help="List, show and replay dead letters.")
 LettersArgument = Annotated[
     str,
     typer.Argument(
-        metavar="STREAM", show_default=False,
-        help="The stream of dead letters, NAME_dead; or NAME, the stream or agent they are of.",
+        metavar="STREAM",
+        show_default=False,
+        help="The dead-letter stream NAME_dead, or NAME, the stream or agent it belongs to.",
         autocompletion=lambda ctx, incomplete: complete_letters(ctx, incomplete),  # noqa: PLW0108
     ),
-]  # fmt: skip
+]
 AgentOption = Annotated[
-    str | None, typer.Option("--agent", metavar="NAME", help="Only letters of this agent.")
+    str | None, typer.Option("--agent", metavar="NAME", help="Only letters from this agent.")
+]
+GroupOption = Annotated[
+    str | None, typer.Option("--group", metavar="NAME", help="Only letters of this group.")
 ]
 ErrorOption = Annotated[
     str | None,
     typer.Option("--error", metavar="TEXT", help="Only letters whose error contains this."),
 ]
 KeyOption = Annotated[
-    str | None, typer.Option("--key", metavar="KEY", help="Only letters of events with this key.")
+    str | None, typer.Option("--key", metavar="KEY", help="Only letters for events with this key.")
 ]
 _PLACE = re.compile(r"(?:(\d+):)?(\d+)")
 
@@ -77,11 +79,13 @@ class Wanted(NamedTuple):
     agent: str | None = None
     error: str | None = None
     key: str | None = None
+    group: str | None = None
     is_open: bool = False
 
     def fits(self, letter: DeadLetter) -> bool:
         return (
             (self.agent is None or letter.agent == self.agent)
+            and (self.group is None or letter.agent == f"{GROUP_PREFIX}{self.group}")
             and (self.key is None or letter.key == self.key)
             and (self.error is None or self.error.casefold() in letter.error.casefold())
         )
@@ -91,16 +95,16 @@ class Wanted(NamedTuple):
         return self == Wanted()
 
 
-class Stretch(NamedTuple):
+class LetterRange(NamedTuple):
     """From where and until where letters are looked at."""
 
     options: ReadOptions
     until: int | dt.datetime | None
 
     @staticmethod
-    def parse(start: str | None, until: str | None) -> Stretch:
+    def parse(start: str | None, until: str | None) -> LetterRange:
         options = ReadOptions(start=parse_start(start or "earliest"), on_damage=report_damage)
-        return Stretch(options, None if until is None else parse_end(until))
+        return LetterRange(options, None if until is None else parse_end(until))
 
     def find(self, log: Log, letters: Stream, last: int | None = None) -> Span:
         is_whole = self.options.start == "earliest"
@@ -143,24 +147,24 @@ def find_letters(log: Log, name: str) -> Stream:
         return found
     own = guess(name, [*known, *(each.removesuffix("_dead") for each in known)])
     hint = own or (
-        f"there are {', '.join(sorted(known))}"
+        f"the log has {', '.join(sorted(known))}"
         if known
         else "the log has none; see on_error, on_damage and `listen --on-damage`"
     )
-    raise UnknownObjectError(f"there are no dead letters of {name}: {hint}")
+    raise UnknownObjectError(f"there are no dead letters for {name}: {hint}")
 
 
 def parse_place(text: str, stream: Stream) -> tuple[int, int]:
     """PARTITION:OFFSET, as `dead list` prints it; the partition may be left out if there is one."""
     match = _PLACE.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is not a letter's place: write PARTITION:OFFSET, as 0:12")
+        raise UsageError(f"{text!r} is not a letter's place: write PARTITION:OFFSET, such as 0:12")
     if match[1] is None and stream.partitions > 1:
         raise UsageError(f"{stream.name} has {stream.partitions} partitions: write 0:{text}")
     partition = int(match[1] or 0)
     if partition >= stream.partitions:
         raise UsageError(
-            f"stream {stream.name} has no partition {partition}: it has 0 to "
+            f"stream {stream.name} has no partition {partition}: its partitions are 0 to "
             f"{stream.partitions - 1}"
         )
     return partition, int(match[2])
@@ -201,14 +205,15 @@ def list_letters(  # noqa: PLR0913  one parameter per option
     stream: Annotated[
         str | None,
         typer.Argument(
-            metavar="STREAM", show_default=False, help="Only this stream; as for `dead show`."
+            metavar="STREAM", show_default=False, help="Only this stream, named as in `dead show`."
         ),
     ] = None,
     agent: AgentOption = None,
+    group: GroupOption = None,
     error: ErrorOption = None,
     key: KeyOption = None,
     open_: Annotated[
-        bool, typer.Option("--open", help="Only letters that were not sent again.")
+        bool, typer.Option("--open", help="Only letters that have not been replayed.")
     ] = False,
     start: WhereOption = None,
     until: UntilOption = None,
@@ -217,14 +222,14 @@ def list_letters(  # noqa: PLR0913  one parameter per option
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """List dead letters of agents, listeners and damaged events, the newest last.
+    """List dead letters from agents, groups, listeners and damaged events, newest last.
 
-    The last 50, unless `--last` or `--from` say otherwise. A place is PARTITION:OFFSET.
+    Shows the last 50 unless `--last` or `--from` is given. A place is PARTITION:OFFSET.
     """
     if last is not None and last > LAST_MAX:
         raise LimitError(f"--last is {last}; at most {LAST_MAX} are allowed: use --from")
-    wanted = Wanted(agent, error, key, open_)
-    stretch = Stretch.parse(start, until)
+    wanted = Wanted(agent, error, key, group, open_)
+    stretch = LetterRange.parse(start, until)
     most = last or (None if start else LAST)
     with open_to_read(context, log, log_option) as opened:
         found = [find_letters(opened, stream)] if stream else letter_streams(opened)
@@ -242,13 +247,18 @@ def list_letters(  # noqa: PLR0913  one parameter per option
     elif rows:
         _show(rows, with_stream=len({str(row["letters"]) for row in rows}) > 1)
     if not rows:
-        note(f"there are no {'' if wanted.is_any else 'such '}dead letters")
+        note(f"there are no {'' if wanted.is_any else 'matching '}dead letters")
     elif left_out or (last is None and len(rows) == most):
-        note(f"these are the last {most}: --last N shows more")
+        note(f"these are the last {most}: use --last N to see more")
 
 
 def _rows(
-    log: Log, letters: Stream, stretch: Stretch, wanted: Wanted, most: int | None, report: Report
+    log: Log,
+    letters: Stream,
+    stretch: LetterRange,
+    wanted: Wanted,
+    most: int | None,
+    report: Report,
 ) -> list[dict[str, JsonValue]]:
     """A stream's letters as they are shown, at most the last `most` of them."""
     span = stretch.find(log, letters, last=most if wanted.is_any else None)
@@ -264,15 +274,25 @@ def letter_row(letters: Stream, letter: Letter, sent: SentAgain) -> dict[str, Js
     """A letter as JSON; its data too, where that is JSON, so that it can be edited."""
     held, again = letter.event.data, sent.find(letter)
     return {
-        "letters": str(letters.name), "place": letter.place, "time": _iso(letter.event.time),
-        "of": kind_of(held), "agent": held.agent or None, "stream": held.stream or None,
-        "partition": held.partition, "offset": held.offset, "id": held.id or None,
-        "key": held.key, "tries": held.tries, "error": held.error,
-        "data": shown_data(held), "sent_into": None if again is None else again.into,
-    }  # fmt: skip
+        "letters": str(letters.name),
+        "place": letter.place,
+        "time": _iso(letter.event.time),
+        "of": kind_of(held),
+        "agent": held.agent if kind_of(held) in ("agent", "timer") else None,
+        "group": held.agent.removeprefix(GROUP_PREFIX) if kind_of(held) == "group" else None,
+        "stream": held.stream or None,
+        "partition": held.partition,
+        "offset": held.offset,
+        "id": held.id or None,
+        "key": held.key,
+        "tries": held.tries,
+        "error": held.error,
+        "data": show_data(held),
+        "sent_into": None if again is None else again.into,
+    }
 
 
-def shown_data(letter: DeadLetter) -> JsonValue:
+def show_data(letter: DeadLetter) -> JsonValue:
     """A letter's data as JSON, or as text where it is none."""
     try:
         found: JsonValue = msgspec.json.decode(letter.data)
@@ -283,6 +303,8 @@ def shown_data(letter: DeadLetter) -> JsonValue:
 
 def kind_of(letter: DeadLetter) -> str:
     """What could not handle the event."""
+    if letter.agent.startswith(GROUP_PREFIX):
+        return "group"
     if letter.agent:
         return "agent" if letter.stream else "timer"
     return "connector" if letter.id else "damage"
@@ -294,12 +316,13 @@ def _iso(time: dt.datetime) -> str:
 
 def _show(rows: list[dict[str, JsonValue]], *, with_stream: bool) -> None:
     own = ["letters"] if with_stream else []
-    columns = [*own, "place", "time", "of", "key", "sent", "error"]
+    columns = [*own, "place", "time", "from", "key", "replayed", "error"]
     made: list[list[object]] = []
     for row in rows:
         time = str(row["time"])[:19].replace("T", " ")
         is_sent = row["sent_into"] is not None
-        rest = [row["place"], time, row["agent"] or row["of"], row["key"], is_sent, row["error"]]
+        of = f"group {row['group']}" if row["group"] else row["agent"] or row["of"]
+        rest = [row["place"], time, of, row["key"], is_sent, row["error"]]
         made.append([*(row[name] for name in own), *rest])
     table(columns, made, cut="error")
 
@@ -318,7 +341,7 @@ def show_letter(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Show everything about a dead letter: data, reason, where it came from, what became of it."""
+    """Show a dead letter in full: its data, error and origin, and whether it was replayed."""
     with open_to_read(context, log, log_option) as opened:
         found = find_letters(opened, stream)
         letter = letter_at(opened, found, place)
@@ -335,7 +358,7 @@ def show_letter(
 
 def _state_of(letter: DeadLetter, origin: Event[object] | None) -> str | None:
     """Whether the event that failed can still be read; of others nothing was ever stored."""
-    if kind_of(letter) != "agent":
+    if kind_of(letter) not in ("agent", "group"):
         return None
     return "gone" if origin is None else "there"
 
@@ -344,16 +367,16 @@ def _show_one(row: dict[str, JsonValue], history: list[dict[str, JsonValue]]) ->
     came = "a timer"
     if row["stream"]:
         came = f"{row['stream']} {row['partition']}:{row['offset']}"
-        came += ", and is not there any more" if row["origin"] == "gone" else ""
-    again = "no" if row["sent_into"] is None else f"yes, into {row['sent_into']}"
+        came += " (no longer there)" if row["origin"] == "gone" else ""
+    again = "no" if row["sent_into"] is None else f"yes, to {row['sent_into']}"
     facts = [
         ("written", str(row["time"])),
-        ("by", " ".join(filter(None, [str(row["of"]), str(row["agent"] or "")]))),
+        ("by", " ".join(filter(None, [str(row["of"]), str(row["agent"] or row["group"] or "")]))),
         ("tries", row["tries"]),
         ("came from", came),
         ("id", row["id"]),
         ("key", row["key"]),
-        ("sent again", again),
+        ("replayed", again),
         ("error", row["error"]),
     ]
     letter = f"{row['letters']} {row['place']}"
@@ -388,9 +411,10 @@ def _history(log: Log, letters: Stream, letter: Letter) -> Iterator[dict[str, Js
     while seen and len(seen) <= HISTORY_MAX:
         stream, one = seen[-1]
         yield {
-            "letter": f"{stream.name} {one.place}", "time": _iso(one.event.time),
+            "letter": f"{stream.name} {one.place}",
+            "time": _iso(one.event.time),
             "error": one.event.data.error,
-        }  # fmt: skip
+        }
         origin = find_origin(log, one.event.data)
         before = None if origin is None else _letter_before(log, origin)
         if before is None:

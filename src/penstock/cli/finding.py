@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.errors import UnknownObjectError, UsageError
 from penstock.log.api import Log
-from penstock.log.names import SYSTEM, guess
-from penstock.log.objects import Stream
+from penstock.log.declaring.names import SYSTEM, guess
+from penstock.log.declaring.objects import Stream
 
 
 def find_stream(log: Log, name: str) -> Stream:

@@ -18,7 +18,7 @@ import typer
 from penstock.cli.output import flush, say, say_json, table, writing
 from penstock.errors import UsageError
 from penstock.log.batch import Batch, json_row, stream_columns
-from penstock.log.objects import Stream
+from penstock.log.declaring.objects import Stream
 from penstock.records.event import DELETED, Event, JsonValue
 
 Format = Literal["text", "table", "json", "csv", "arrow"]
@@ -26,8 +26,8 @@ FormatOption = Annotated[
     Format,
     typer.Option(
         "--format",
-        help="text and table are for people; json is one object per line; arrow is Arrow's IPC "
-        "stream. --json is --format json.",
+        help="text and table are for people; json prints one object per line; arrow is Arrow's "
+        "IPC stream format. --json means --format json.",
     ),
 ]
 TABLE_ROWS_MAX = 1_000
@@ -35,7 +35,7 @@ TABLE_ROWS_MAX = 1_000
 _ENVELOPE = ("partition", "offset", "time", "key", "id", "type", "source", "headers")
 
 
-class Writer(Protocol):
+class RowWriter(Protocol):
     """Writes events as they are read."""
 
     def write(self, batch: Batch, key: bytes | None, room: int | None) -> int:
@@ -48,11 +48,11 @@ class Writer(Protocol):
         """Write what is held back; nothing comes after it."""
 
 
-def open_writer(format_: Format, stream: Stream) -> Writer:
+def open_writer(format_: Format, stream: Stream) -> RowWriter:
     """What writes events of the stream to standard output in this format."""
     match format_:
         case "text" | "json":
-            return _Lines(_text if format_ == "text" else None)
+            return _Lines(event_text if format_ == "text" else None)
         case "csv":
             return _Csv(stream)
         case "table":
@@ -91,7 +91,8 @@ class _Lines:
         """Nothing is held back."""
 
 
-def _text(event: Event[object]) -> str:
+def event_text(event: Event[object]) -> str:
+    """An event as a line for people."""
     row = json_row(event)
     shown = "-" if event.key is None else plain(row["key"])
     place = f"{event.partition}:{event.offset}"
@@ -184,8 +185,8 @@ class _Arrow:
     def __init__(self, stream: Stream) -> None:
         if sys.stdout.isatty():
             raise UsageError(
-                "--format arrow is not for a terminal: send it into a file (> orders.arrow), or "
-                "to a program"
+                "--format arrow cannot be shown on a terminal: redirect it to a file "
+                "(> orders.arrow) or pipe it to a program"
             )
         self._schema = stream_columns(stream)
         with writing():

@@ -9,11 +9,11 @@ import typer
 
 _VALUES = {"int": "N", "float": "N", "str": "TEXT"}
 PANELS = {
-    "Events": ("pub", "read", "dead"),
+    "Events": ("pub", "read", "group", "dead"),
     "Streams and tables": ("stream", "table", "namespace", "apply"),
     "Apps": ("run", "reset", "rename", "prepare", "agent"),
     "Connectors": ("listen", "connect", "connector", "outbox"),
-    "Care": ("verify", "backup", "doctor", "cluster"),
+    "Maintenance": ("verify", "backup", "doctor", "cluster"),
 }
 """How `penstock --help` groups the commands."""
 Command = Any

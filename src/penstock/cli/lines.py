@@ -12,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from penstock.errors import LimitError, PenstockError, RecordError
-from penstock.log.compose import EventOptions
-from penstock.log.objects import Stream
+from penstock.log.declaring.objects import Stream
+from penstock.log.writing.compose import EventOptions
 from penstock.records.arrow import codec_of_schema
 
 READ_BYTES = 1 << 20
@@ -22,14 +22,14 @@ LINE_BYTES_MAX = 64 << 20
 SETTLE_S = 0.005
 
 
-class Line(NamedTuple):
+class InputLine(NamedTuple):
     """A line of input; number 0 is the command line's own argument."""
 
     number: int
     text: bytes
 
 
-def chunks_of_lines(source: BinaryIO) -> Iterator[list[Line]]:
+def chunks_of_lines(source: BinaryIO) -> Iterator[list[InputLine]]:
     """What is there to read, as whole lines; blank ones are passed over.
 
     A chunk is what has arrived by now, so that lines which come slowly are not held back,
@@ -47,11 +47,11 @@ def chunks_of_lines(source: BinaryIO) -> Iterator[list[Line]]:
         for text in whole.split(b"\n") if newline else ():
             number += 1
             if text.strip():
-                lines.append(Line(number, text))
+                lines.append(InputLine(number, text))
         if lines:
             yield lines
     if rest.strip():
-        yield [Line(number + 1, rest)]
+        yield [InputLine(number + 1, rest)]
 
 
 def _available(source: BinaryIO) -> bytes:
@@ -74,7 +74,7 @@ def _ready(source: BinaryIO) -> bool:
 
 
 @contextlib.contextmanager
-def naming(line: Line) -> Iterator[None]:
+def naming(line: InputLine) -> Iterator[None]:
     """Name the line in whatever is wrong with it."""
     try:
         yield
@@ -85,7 +85,7 @@ def naming(line: Line) -> Iterator[None]:
 
 
 def parse_line(
-    stream: Stream, line: Line, options: EventOptions, *, whole: bool
+    stream: Stream, line: InputLine, options: EventOptions, *, whole: bool
 ) -> tuple[object, EventOptions]:
     """An event of a line; `PenstockError` names the line."""
     with naming(line):
@@ -157,4 +157,4 @@ def parse_bytes_text(text: bytes) -> bytes:
     try:
         return msgspec.json.decode(text, type=bytes)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise RecordError(f"bytes are written as a string of base64: {error}") from None
+        raise RecordError(f"bytes must be given as a base64 string: {error}") from None

@@ -21,9 +21,10 @@ from penstock.cli import (
     apps,
     catalogues,
     clusters,
-    connect,
+    connect_sinks,
     connectors,
     dead,
+    groups,
     outboxes,
     publishing,
     reading,
@@ -59,7 +60,7 @@ Try it:
 
     penstock read orders
 
-The log is `penstock.db` here, or what `--log` or `PENSTOCK_LOG` names.
+The log is `penstock.db` in the current directory unless `--log` or `PENSTOCK_LOG` names another.
 """,
 )
 publishing.register(app)
@@ -70,7 +71,8 @@ dead.register(app)
 catalogues.register(app)
 apps.register(app)
 connectors.register(app)
-connect.register(app)
+connect_sinks.register(app)
+groups.register(app)
 outboxes.register(app)
 upkeep.register(app)
 clusters.register(app)

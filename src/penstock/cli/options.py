@@ -17,8 +17,8 @@ from penstock.connect.credentials import BY_NAME, reveal
 from penstock.errors import LogFormatError, UsageError
 from penstock.log import OptionValue, is_path, log_path, open_log
 from penstock.log.api import Limits, Log
-from penstock.log.objects import Defaults
-from penstock.log.quantities import parse_bytes, parse_duration_ms
+from penstock.log.declaring.objects import Defaults
+from penstock.log.declaring.quantities import parse_bytes, parse_duration_ms
 
 T = TypeVar("T")
 DEFAULT_LOG = "penstock.db"
@@ -51,21 +51,24 @@ LogOptionsOption = Annotated[
     ),
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON, one value per line, for programs.")
+    bool, typer.Option("--json", help="Print JSON for programs, one value per line.")
 ]
-YesOption = Annotated[
-    bool, typer.Option("--yes", "-y", help="Do not ask before something is removed.")
-]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 UntilIdleOption = Annotated[
-    bool, typer.Option("--until-idle", help="End when everything there is has been handled.")
+    bool, typer.Option("--until-idle", help="Exit when there is nothing left to process.")
+]
+GroupArgument = Annotated[
+    str, typer.Argument(metavar="GROUP", help="The group's name.", show_default=False)
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")
+    bool, typer.Option("--dry-run", help="Show what would be done without doing it.")
 ]
 TimeoutOption = Annotated[
     str,
     typer.Option(
-        "--timeout", metavar="DURATION", help="Give up after so long if the log cannot take it."
+        "--timeout",
+        metavar="DURATION",
+        help="How long to keep trying while the log cannot accept writes.",
     ),
 ]
 AtOption = Annotated[
@@ -73,14 +76,15 @@ AtOption = Annotated[
     typer.Option(
         "--at",
         metavar="HOST:PORT",
-        help="Where to listen; port 0 is any that is free, auto:NAME one that others find by name.",
+        help="Address to listen on. Port 0 picks a free port; auto:NAME picks one that others find "
+        "by name.",
     ),
 ]
 StreamArgument = Annotated[
     str,
     typer.Argument(
         metavar="STREAM",
-        help="NAME, or NAMESPACE.NAME.",
+        help="NAME or NAMESPACE.NAME.",
         show_default=False,
         autocompletion=lambda ctx, incomplete: complete_stream(ctx, incomplete),  # noqa: PLW0108
     ),
@@ -96,7 +100,8 @@ def check_closed(address: str, cookie: str) -> None:
     """Refuse to listen where anybody could come in."""
     if not is_closed(address, cookie):
         raise UsageError(
-            f"anybody who reaches {address} could write: set a cookie (--cookie, PENSTOCK_COOKIE)"
+            f"{address} is open to other machines, and no cookie is set: set one (--cookie, "
+            "PENSTOCK_COOKIE)"
         )
 
 
@@ -188,7 +193,7 @@ def parse_setting(text: str) -> tuple[str, str]:
     """What `NAME=VALUE` says; the value may be a secret that is given by name."""
     name, equals, value = text.partition("=")
     if not name or not equals:  # not shown: it may be the value
-        raise UsageError("a --setting without a name, or without =: write NAME=VALUE")
+        raise UsageError("a --setting has no name or no =: write NAME=VALUE")
     return name, reveal(value)
 
 

@@ -20,7 +20,7 @@ from penstock.cli.output import count, note, say, say_json, stopping
 from penstock.connect.credentials import BY_NAME, reveal
 
 outboxes = typer.Typer(
-    no_args_is_help=True, help="Publish events that were written in a database's transactions."
+    no_args_is_help=True, help="Publish events that were written in database transactions."
 )
 DatabaseArgument = Annotated[
     str,
@@ -37,11 +37,11 @@ def register(app: typer.Typer) -> None:
 
 @outboxes.command("create", epilog=examples("penstock outbox create sqlite:///shop.db"))
 def create(database: DatabaseArgument, json: JsonOption = False) -> None:
-    """Make the outbox's tables in a database, if they are not there."""
-    with outbox.connected(database) as connection:
+    """Create the outbox tables in a database if they do not exist."""
+    with outbox.connect(database) as connection:
         outbox.create(connection)
         connection.commit()
-    say_json({"created": "outbox"}) if json else say("the outbox is there")
+    say_json({"created": "outbox"}) if json else say("the outbox is ready")
 
 
 @outboxes.command(
@@ -59,21 +59,21 @@ def relay(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Publish what is in the outbox, each row once, until it is stopped.
+    """Publish the rows of the outbox, each once, until stopped.
 
-    A row goes to the stream it names, which takes its ids from the producer. One relay runs at a
-    time: a second one stops the first.
+    A row goes to the stream it names, which must take its ids from the producer. Only one relay
+    runs at a time: a second one stops the first.
     """
     stop = threading.Event()
     with (
         open_named(context, log, log_option) as opened,
-        stopping(stop, "what is on its way is published"),
+        stopping(stop, "publishing the rows in flight"),
     ):
-        found = outbox.Relay(opened, lambda: outbox.connected(database, create=False), note)
+        found = outbox.Relay(opened, lambda: outbox.connect(database, create=False), note)
         if until_idle:
             found.drain()
         else:
-            note("publishing; Ctrl-C stops")
+            note("publishing; press Ctrl-C to stop")
             found.run(stop)
     if json:
         say_json({"published": found.published})

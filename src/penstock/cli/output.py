@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from penstock.errors import DestructiveChangeError, PenstockError
-from penstock.log.api import Progress as Report
+from penstock.log.api import Count, Report
 
 PIPE_COLUMNS = 200
 """How wide a table is where nobody can say."""
@@ -54,7 +54,7 @@ def writing() -> Iterator[None]:
     except BrokenPipeError:
         raise OutputClosedError from None
     except OSError as error:
-        raise OutputError(f"the output cannot be written: {error.strerror or error}") from None
+        raise OutputError(f"cannot write the output: {error.strerror or error}") from None
 
 
 def say(text: str) -> None:
@@ -86,9 +86,10 @@ def note(text: str) -> None:
     stderr.print(text, soft_wrap=True, markup=False)
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int | Count, noun: str) -> str:
     """A number of things, in words."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    found = number if isinstance(number, Count) else Count(number)
+    return f"{found} {noun}{'' if found.events == 1 else 's'}"
 
 
 def table(
@@ -100,15 +101,17 @@ def table(
     """
     shown = [[_cell(cell) for cell in row] for row in rows]
     console = Console(
-        file=sys.stdout, highlight=False, markup=False,
+        file=sys.stdout,
+        highlight=False,
+        markup=False,
         width=None if sys.stdout.isatty() else PIPE_COLUMNS,
-    )  # fmt: skip
+    )
     if cut is not None:
         _cut(list(columns), shown, columns.index(cut), console.width)
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         held = [row[index] for row in rows if row[index] is not None]
-        numbers = held and all(type(cell) in (int, float) for cell in held)
+        numbers = held and all(type(cell) in (int, float, Count) for cell in held)
         justify: Literal["left", "right"] = "right" if numbers else "left"
         grid.add_column(name, overflow="fold", no_wrap=False, justify=justify)
     for line in shown:
@@ -140,7 +143,7 @@ def confirm(question: str, refusal: str, *, yes: bool) -> None:
     if yes:
         return
     if not (sys.stdin and sys.stdin.isatty() and stderr.is_terminal):
-        raise DestructiveChangeError(f"{refusal}. Nothing was changed: say --yes to do it")
+        raise DestructiveChangeError(f"{refusal}. Nothing was changed: use --yes to confirm")
     if not typer.confirm(question, err=True):
         note("nothing was changed")
         raise typer.Exit(1)
@@ -168,7 +171,7 @@ def progress_bar(what: str, unit: str, *, shown: bool = True) -> Iterator[Report
     begun = time.monotonic()
 
     def report(done: int, total: int) -> None:
-        counted = _counted(done, total, unit)
+        counted = _show_amount(done, total, unit)
         bar.update(task, completed=done, total=total or None, counted=counted)
         if time.monotonic() - begun >= BAR_AFTER_S:
             bar.start()
@@ -179,7 +182,7 @@ def progress_bar(what: str, unit: str, *, shown: bool = True) -> Iterator[Report
         bar.stop()
 
 
-def _counted(done: int, total: int, unit: str) -> str:
+def _show_amount(done: int, total: int, unit: str) -> str:
     if not unit:
         return ""
     if unit == "bytes":

@@ -15,7 +15,7 @@ from typing import Annotated, BinaryIO, NamedTuple, cast
 import typer
 
 from penstock.cli.finding import find_stream
-from penstock.cli.lines import Line, chunks_of_lines, naming, parse_line
+from penstock.cli.lines import InputLine, chunks_of_lines, naming, parse_line
 from penstock.cli.options import (
     JsonOption,
     LogOption,
@@ -29,10 +29,9 @@ from penstock.cli.options import (
 from penstock.cli.output import count, flush, note, progress_bar, say, say_json
 from penstock.cli.waiting import TIMEOUT, Attempts
 from penstock.errors import CommitOutcomeUnknownError, PenstockError, UsageError
-from penstock.log.api import CommitOptions, Log
-from penstock.log.api import Progress as Report
-from penstock.log.compose import EventOptions
-from penstock.log.transaction import Transaction
+from penstock.log.api import CommitOptions, Log, Report
+from penstock.log.writing.compose import EventOptions
+from penstock.log.writing.transaction import Transaction
 from penstock.producer import Admitted, Place, Producer, ProducerOptions
 
 SOURCE = "penstock-pub"
@@ -59,7 +58,7 @@ def register(app: typer.Typer) -> None:
     )(publish)
 
 
-class Target(NamedTuple):
+class PublishTarget(NamedTuple):
     """Where events go and how; `options` is the envelope that all of them share."""
 
     stream: str
@@ -72,7 +71,7 @@ class Target(NamedTuple):
 class Given(NamedTuple):
     """A line, and the event that it is."""
 
-    line: Line
+    line: InputLine
     data: object
     options: EventOptions
 
@@ -83,7 +82,8 @@ def publish(  # noqa: PLR0913  one parameter per option
     data: Annotated[
         str | None,
         typer.Argument(
-            metavar="JSON", help="The event's data; - reads JSON lines from standard input.",
+            metavar="JSON",
+            help="The event's data; - reads JSON lines from standard input.",
             show_default=False,
         ),
     ] = None,
@@ -99,41 +99,44 @@ def publish(  # noqa: PLR0913  one parameter per option
         typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header; may be repeated."),
     ] = None,
     events: Annotated[
-        bool, typer.Option("--events", help="Lines are whole events, as `read --json` prints them.")
+        bool,
+        typer.Option("--events", help="Each line is a whole event, as printed by `read --json`."),
     ] = False,
     ack: Annotated[
         bool,
         typer.Option(
-            "--ack", help="Commit as lines arrive; print each event's place when durable."
+            "--ack", help="Commit lines as they arrive; print each event's place once durable."
         ),
     ] = False,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Delete the key's entry of a table.")
+        bool, typer.Option("--delete", help="Delete the key's entry from a table.")
     ] = False,
     timeout: TimeoutOption = TIMEOUT,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
-) -> None:  # fmt: skip
+) -> None:
     """Publish an event, or one per line of standard input.
 
-    Lines are published as one transaction: all of them or, if one is wrong, none. With
-    `--ack` they are committed as they arrive instead, and one line per event is printed, in
-    the order of input, when it is durable: partition, offset and id.
+    Lines are published as one transaction: all of them or, if one is invalid, none. With
+    `--ack`, they are committed as they arrive instead, and the partition, offset and id of each
+    event are printed on a line, in input order, once the event is durable.
     """
     options = EventOptions(key=key, id=id_, type=type_, headers=_headers(header))
     _check_arguments(data, key, id_, delete)
     timeout_ms = parse_duration(timeout, "--timeout")
-    target = Target(stream, options, events, ack, json)
+    target = PublishTarget(stream, options, events, ack, json)
     with (
         open_named(context, log, log_option) as opened,
         Attempts(opened.url, timeout_ms) as attempts,
     ):
         find_stream(opened, stream)
         if delete:
-            _publish_each(opened, target, iter([[Given(Line(0, b""), None, options)]]), attempts)
+            _publish_each(
+                opened, target, iter([[Given(InputLine(0, b""), None, options)]]), attempts
+            )
         elif data != "-":
-            chunk = [Line(0, (data or "").encode())]
+            chunk = [InputLine(0, (data or "").encode())]
             _publish_each(opened, target, iter([_parse(opened, target, chunk)]), attempts)
         elif ack:
             chunks = (_parse(opened, target, chunk) for chunk in chunks_of_lines(_source()))
@@ -144,14 +147,14 @@ def publish(  # noqa: PLR0913  one parameter per option
 
 def _check_arguments(data: str | None, key: str | None, id_: str | None, delete: bool) -> None:
     if delete and (data is not None or key is None):
-        raise UsageError("--delete removes one entry of a table: give its --key, and no data")
+        raise UsageError("--delete removes one entry from a table: give its --key and no data")
     if data is None and not delete:
         raise UsageError(
             "there is nothing to publish: give the event's data, or - to read JSON lines from "
             "standard input"
         )
     if data == "-" and id_ is not None:
-        raise UsageError("--id names one event; with lines, use --events and an id in each")
+        raise UsageError("--id is for a single event: for lines, use --events with an id in each")
 
 
 def _headers(texts: list[str] | None) -> dict[str, str] | None:
@@ -170,20 +173,19 @@ def _source() -> BinaryIO:
     return sys.stdin.buffer
 
 
-def _parse(log: Log, target: Target, chunk: Sequence[Line]) -> list[Given]:
+def _parse(log: Log, target: PublishTarget, chunk: Sequence[InputLine]) -> list[Given]:
     """The events of lines, as the stream takes them now: it may have changed since the last."""
     stream = log.stream(target.stream)
     return [
-        Given(line, *parse_line(stream, line, target.options, whole=target.whole))
-        for line in chunk
-    ]  # fmt: skip
+        Given(line, *parse_line(stream, line, target.options, whole=target.whole)) for line in chunk
+    ]
 
 
 # Committed as they come
 
 
 def _publish_each(
-    log: Log, target: Target, chunks: Iterator[list[Given]], attempts: Attempts
+    log: Log, target: PublishTarget, chunks: Iterator[list[Given]], attempts: Attempts
 ) -> None:
     """Commit chunk by chunk; a chunk with a wrong line is not published at all."""
     new = duplicates = last = 0
@@ -198,7 +200,7 @@ def _publish_each(
         try:
             for chunk in chunks:
                 sent = _send(producer, target, chunk, attempts)
-                placed = _placed(sent)
+                placed = _leading_places(sent)
                 _show_places(placed, target)
                 if len(placed) < len(sent):
                     raise _failure(last, chunk, sent, attempts)
@@ -210,13 +212,13 @@ def _publish_each(
         except PenstockError as error:
             if not last:
                 raise
-            raise PartlyPublishedError(f"{error}; published are lines 1 to {last}") from error
+            raise PartlyPublishedError(f"{error}; published: lines 1 to {last}") from error
     if not target.ack or not last:
         _show_count(new - duplicates, duplicates, target)
 
 
 def _send(
-    producer: Producer, target: Target, chunk: Sequence[Given], attempts: Attempts
+    producer: Producer, target: PublishTarget, chunk: Sequence[Given], attempts: Attempts
 ) -> list[Place | PenstockError]:
     """Send the events of a chunk; what became of each."""
     admitted = [_admit(producer, target, given) for given in chunk]
@@ -225,7 +227,7 @@ def _send(
     return [_outcome(future) for future in futures]
 
 
-def _admit(producer: Producer, target: Target, given: Given) -> Admitted:
+def _admit(producer: Producer, target: PublishTarget, given: Given) -> Admitted:
     with naming(given.line):
         return producer.admit(target.stream, given.data, given.options)
 
@@ -245,7 +247,7 @@ def _failure(
     unknown = [isinstance(one, CommitOutcomeUnknownError) for one in sent]
     published = [isinstance(one, Place) for one in sent]
     failed = published.index(False)
-    error = _named(chunk[failed].line, cast(PenstockError, sent[failed]), attempts)
+    error = _name_line(chunk[failed].line, cast(PenstockError, sent[failed]), attempts)
     if not last and not any(published) and (len(chunk) == 1 or not any(unknown)):
         return error
     spans = list(_spans(numbers, published))
@@ -253,14 +255,14 @@ def _failure(
         spans[0] = (1, spans[0][1])
     elif last:
         spans.insert(0, (1, last))
-    told = f"{error}; published are {_in_words(spans) or 'none'}"
+    told = f"{error}; published: {_in_words(spans) or 'none'}"
     if any(unknown):
         unsure = _in_words(list(_spans(numbers, unknown)))
-        return CommitOutcomeUnknownError(f"{told}; not known to be published are {unsure}")
+        return CommitOutcomeUnknownError(f"{told}; outcome unknown: {unsure}")
     return PartlyPublishedError(told)
 
 
-def _named(line: Line, error: PenstockError, attempts: Attempts) -> PenstockError:
+def _name_line(line: InputLine, error: PenstockError, attempts: Attempts) -> PenstockError:
     """The error with its line, where it is one line's own, and not the log's."""
     if not isinstance(error, UsageError) or not line.number:
         return attempts.explain(error)
@@ -280,10 +282,11 @@ def _spans(numbers: Sequence[int], chosen: Sequence[bool]) -> Iterator[tuple[int
 
 def _in_words(spans: Sequence[tuple[int, int]]) -> str:
     shown = [f"{a} to {b}" if a != b else f"{a}" for a, b in spans]
-    return f"lines {', '.join(shown)}" if shown else ""
+    noun = "line" if len(spans) == 1 and spans[0][0] == spans[0][1] else "lines"
+    return f"{noun} {', '.join(shown)}" if shown else ""
 
 
-def _placed(sent: Sequence[Place | PenstockError]) -> list[Place]:
+def _leading_places(sent: Sequence[Place | PenstockError]) -> list[Place]:
     """The places of the events before the first that has none."""
     found: list[Place] = []
     for one in sent:
@@ -293,7 +296,7 @@ def _placed(sent: Sequence[Place | PenstockError]) -> list[Place]:
     return found
 
 
-def _show_places(places: Sequence[Place], target: Target) -> None:
+def _show_places(places: Sequence[Place], target: PublishTarget) -> None:
     if target.ack:
         for place in places:
             _show_place(place, target.json)
@@ -308,11 +311,11 @@ def _show_place(place: Place, json: bool) -> None:
         say(f"{place.partition}\t{offset}\t{place.id}")
 
 
-def _show_count(new: int, duplicates: int, target: Target) -> None:
+def _show_count(new: int, duplicates: int, target: PublishTarget) -> None:
     if target.json:
         say_json({"published": new, "duplicates": duplicates, "stream": target.stream})
     elif new or duplicates:
-        held = f", {duplicates:,} were there already" if duplicates else ""
+        held = f"; {duplicates:,} already stored" if duplicates else ""
         note(f"published {count(new, 'event')} to {target.stream}{held}")
     else:
         note(f"the input was empty: nothing was published to {target.stream}")
@@ -321,7 +324,7 @@ def _show_count(new: int, duplicates: int, target: Target) -> None:
 # All or nothing
 
 
-def _publish_as_one(log: Log, target: Target, source: BinaryIO, attempts: Attempts) -> None:
+def _publish_as_one(log: Log, target: PublishTarget, source: BinaryIO, attempts: Attempts) -> None:
     limits = CommitOptions(timeout_ms=min(attempts.timeout_ms, REQUEST_MS_MAX))
     tx = Transaction(log, source=SOURCE, options=limits)
     attempts.until_done(tx.__enter__)
@@ -337,7 +340,12 @@ def _publish_as_one(log: Log, target: Target, source: BinaryIO, attempts: Attemp
 
 
 def _add_lines(
-    log: Log, tx: Transaction, target: Target, source: BinaryIO, attempts: Attempts, report: Report
+    log: Log,
+    tx: Transaction,
+    target: PublishTarget,
+    source: BinaryIO,
+    attempts: Attempts,
+    report: Report,
 ) -> int:
     """Put all lines into the transaction; how many there were."""
     counted = done = 0
@@ -348,10 +356,15 @@ def _add_lines(
             with naming(line):
                 attempts.until_done(
                     lambda data=data, options=options: tx.send(  # type: ignore[misc]
-                        target.stream, data, key=options.key, id=options.id, time=options.time,
-                        type=options.type, headers=options.headers,
+                        target.stream,
+                        data,
+                        key=options.key,
+                        id=options.id,
+                        time=options.time,
+                        type=options.type,
+                        headers=options.headers,
                     )
-                )  # fmt: skip
+                )
         counted += len(chunk)
         done += sum(len(line.text) + 1 for line in chunk)
         report(min(done, size or done), size)
@@ -361,7 +374,10 @@ def _add_lines(
 def _end(tx: Transaction, *, is_interrupted: bool) -> None:
     """Let go of what is not committed, and say what an interrupt has left."""
     if is_interrupted and tx.state == "unknown":
-        note("interrupted while committing: all lines are published, or none is; read the stream")
+        note(
+            "interrupted while committing: either all lines were published or none; read the "
+            "stream to find out"
+        )
     elif is_interrupted and tx.state != "committed":
         note("interrupted: nothing was published")
     if tx.state == "open":

@@ -20,11 +20,10 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import flush, is_into_file, note, progress_bar
 from penstock.errors import DamagedError, LimitError, UsageError
-from penstock.log.api import Log, Start
-from penstock.log.api import Progress as Report
+from penstock.log.api import Log, Report, Start
 from penstock.log.batch import Batch
-from penstock.log.objects import Stream
-from penstock.log.read import ReadOptions, Span, read_batches, span_of
+from penstock.log.declaring.objects import Stream
+from penstock.log.reading.read import ReadOptions, Span, read_batches, span_of
 from penstock.records.event import key_bytes
 
 LAST_MAX = 100_000
@@ -32,18 +31,18 @@ LAST_MAX = 100_000
 WhereOption = Annotated[
     str | None,
     typer.Option(
-        "--from", metavar="WHERE", help="Begin here: earliest, latest, an offset, or a time."
+        "--from", metavar="WHERE", help="Where to start: earliest, latest, an offset, or a time."
     ),
 ]
 UntilOption = Annotated[
     str | None,
-    typer.Option("--until", metavar="WHERE", help="End before this offset or time."),
+    typer.Option("--until", metavar="WHERE", help="Stop before this offset or time."),
 ]
 LastOption = Annotated[
-    int | None, typer.Option("--last", metavar="N", min=1, help="Only the last N.")
+    int | None, typer.Option("--last", metavar="N", min=1, help="Show only the last N.")
 ]
 LimitOption = Annotated[
-    int | None, typer.Option("--limit", "-n", metavar="N", help="Stop after so many.")
+    int | None, typer.Option("--limit", "-n", metavar="N", help="Stop after N events.")
 ]
 
 
@@ -66,7 +65,9 @@ def read(  # noqa: PLR0913  one parameter per option
     start: WhereOption = None,
     until: UntilOption = None,
     last: LastOption = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for new events.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep waiting for new events.")
+    ] = False,
     key: Annotated[
         str | None, typer.Option("--key", metavar="KEY", help="Only events with this key.")
     ] = None,
@@ -79,17 +80,17 @@ def read(  # noqa: PLR0913  one parameter per option
     limit: LimitOption = None,
     on_damage: Annotated[
         Literal["stop", "skip"],
-        typer.Option("--on-damage", help="Stop at what is damaged, or report it and go on."),
+        typer.Option("--on-damage", help="Stop at damaged events, or report and skip them."),
     ] = "stop",
     format_: FormatOption = "text",
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Print the events of a stream, from its beginning unless told otherwise.
+    """Print the events of a stream, by default from its beginning.
 
-    A time is that of the append, in UTC unless it names a zone. With `--json` one object per line:
-    stream, partition, offset, key, time, id, type, source, headers, data.
+    A time is the time of append, in UTC unless it names a zone. With `--json`, prints one object
+    per line: stream, partition, offset, key, time, id, type, source, headers, data.
     """
     _check(start, until, last, follow, key, partition, limit)
     end = None if until is None else parse_end(until)
@@ -111,24 +112,29 @@ def read(  # noqa: PLR0913  one parameter per option
 
 
 def _check(
-    start: str | None, until: str | None, last: int | None, follow: bool, key: str | None,
-    partition: list[int] | None, limit: int | None,
-) -> None:  # fmt: skip
+    start: str | None,
+    until: str | None,
+    last: int | None,
+    follow: bool,
+    key: str | None,
+    partition: list[int] | None,
+    limit: int | None,
+) -> None:
     if key is not None and partition:
-        raise UsageError("--key decides the partition: leave --partition out")
+        raise UsageError("--key determines the partition: omit --partition")
     if limit is not None and limit < 1:
         raise UsageError(f"--limit is {limit}; it must be at least 1")
     if last is not None and start is not None:
-        raise UsageError("--last says where to begin: leave --from out")
+        raise UsageError("--last determines where to start: omit --from")
     if last is not None and last > LAST_MAX:
         raise LimitError(f"--last is {last}; at most {LAST_MAX} are allowed: use --from")
     if until is not None and follow:
-        raise UsageError("--until ends where --follow goes on: leave one out")
+        raise UsageError("--until and --follow cannot be combined: omit one")
 
 
 def _format(format_: Format, json: bool) -> Format:
     if json and format_ not in ("text", "json"):
-        raise UsageError(f"--json is --format json: leave one out, or --format {format_}")
+        raise UsageError(f"--json means --format json: omit it, or --format {format_}")
     return "json" if json else format_
 
 
@@ -156,15 +162,16 @@ def _print(
 def read_reporting(
     log: Log, stream: str, options: ReadOptions, span: Span, report: Report
 ) -> Iterator[Batch]:
-    """What is read, reporting how far it is; by offsets, which need not be counts."""
+    """What is read, reporting how far it is, as far as the log can count its events."""
     now = log.offsets(stream)
     ends = {p: min(now[p].next, span.ends.get(p, now[p].next)) for p in span.starts}
-    total = sum(max(0, ends[p] - start) for p, start in span.starts.items())
+    total = sum(log.count(stream, p, at, ends[p]).events for p, at in span.starts.items())
     done = 0
     for batch in read_batches(log, stream, options, span):
         yield batch
-        done += batch.next_offset - batch.first_offset
+        done += len(batch)
         report(min(done, total), total)
+    report(total, total)
 
 
 def parse_start(text: str) -> Start:
@@ -209,7 +216,7 @@ def _say_waiting(log: Log, stream: Stream, span: Span) -> None:
     """An offset that is not reached yet is worth a word to whoever waits for it."""
     nexts = _next_offsets(log, stream, span)
     if all(start > nexts[p] for p, start in span.starts.items()):
-        note(f"waiting: {stream.name} has not come so far yet ({_nexts(nexts)})")
+        note(f"waiting: {stream.name} has not reached that offset yet ({_nexts(nexts)})")
 
 
 def _why_nothing(log: Log, stream: Stream, span: Span, key: str | None) -> str:
@@ -217,11 +224,11 @@ def _why_nothing(log: Log, stream: Stream, span: Span, key: str | None) -> str:
     if all(offsets.first == offsets.next for offsets in now):
         return f"{name} holds no events"
     if key is not None:
-        return f"there is nothing to read: {name} has no event with the key {key} there"
+        return f"nothing to read: {name} has no event with the key {key} in this range"
     nexts = _next_offsets(log, stream, span)
     if all(start >= nexts[p] for p, start in span.starts.items()):
-        return f"there is nothing to read: {name} ends before that ({_nexts(nexts)})"
-    return f"there is nothing to read: {name} has no events there"
+        return f"nothing to read: {name} ends before the start given ({_nexts(nexts)})"
+    return f"nothing to read: {name} has no events in this range"
 
 
 def _next_offsets(log: Log, stream: Stream, span: Span) -> dict[int, int]:

@@ -19,19 +19,20 @@ from penstock.cli.dead import (
     REPLAYED_HEADER,
     AgentOption,
     ErrorOption,
+    GroupOption,
     KeyOption,
+    LetterRange,
     LettersArgument,
-    Stretch,
     Wanted,
     find_letters,
     find_origin,
     letter_at,
     read_letters,
-    shown_data,
+    show_data,
 )
 from penstock.cli.finding import find_stream
 from penstock.cli.formats import as_json
-from penstock.cli.lines import Line, chunks_of_lines, naming, parse_bytes_text, parse_data
+from penstock.cli.lines import InputLine, chunks_of_lines, naming, parse_bytes_text, parse_data
 from penstock.cli.options import (
     DryRunOption,
     JsonOption,
@@ -45,12 +46,16 @@ from penstock.cli.output import count, note, progress_bar, say, say_json, stderr
 from penstock.cli.reading import UntilOption, WhereOption
 from penstock.cli.waiting import TIMEOUT, Attempts
 from penstock.errors import FencedError, PenstockError, RecordError, UsageError
+from penstock.groups.control import check_group
+from penstock.groups.letters import group_of, make_replays_stream
+from penstock.groups.names import GroupName
 from penstock.log.api import Log
 from penstock.log.batch import json_data
-from penstock.log.compose import EventOptions
+from penstock.log.declaring.names import parse_stream
+from penstock.log.declaring.objects import Stream
 from penstock.log.letters import DEAD_CHARS_MAX, DeadLetter, Letter, Resend, Resender
-from penstock.log.objects import Stream
-from penstock.log.partitioning import places
+from penstock.log.writing.compose import EventOptions
+from penstock.log.writing.partitioning import places
 from penstock.records.event import Event
 
 SOURCE = "penstock-dead"
@@ -87,30 +92,32 @@ def replay_letters(  # noqa: PLR0913  one parameter per option
     places_: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PLACE", show_default=False,
-            help="PARTITION:OFFSET of letters; or - to read lines of `dead list --json`, whose "
-            "data and key may have been edited.",
+            metavar="PLACE",
+            show_default=False,
+            help="Places of letters as PARTITION:OFFSET, or - to read lines as printed by "
+            "`dead list --json`, in which data and key may be edited.",
         ),
     ] = None,
     all_: Annotated[
-        bool, typer.Option("--all", help="All letters that were not sent again yet.")
+        bool, typer.Option("--all", help="Replay all letters that have not been replayed yet.")
     ] = False,
     agent: AgentOption = None,
+    group: GroupOption = None,
     error: ErrorOption = None,
     key: KeyOption = None,
     start: WhereOption = None,
     until: UntilOption = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="JSON", help="Send this instead; for one letter."),
+        typer.Option("--data", metavar="JSON", help="Send this data instead; for one letter."),
     ] = None,
     edit: Annotated[
-        bool, typer.Option("--edit", help="Edit the data first, in $EDITOR; for one letter.")
+        bool, typer.Option("--edit", help="Edit the data in $EDITOR first; for one letter.")
     ] = False,
     into: Annotated[
         str | None,
         typer.Option(
-            "--into", metavar="STREAM", help="Send into this stream, not where they came from."
+            "--into", metavar="STREAM", help="Send to this stream instead of the original one."
         ),
     ] = None,
     dry_run: DryRunOption = False,
@@ -118,33 +125,34 @@ def replay_letters(  # noqa: PLR0913  one parameter per option
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
-) -> None:  # fmt: skip
-    """Send dead letters again, each once: as events of the stream that they came from.
+) -> None:
+    """Send dead letters to their original stream again, each once, as new events.
 
-    Everyone who reads that stream sees such an event, not only who failed; its header
-    `replayof` names the letter. That a letter was sent is saved in the same commit: run
-    again, or after a crash, the command goes on with what is left.
+    Every reader of that stream sees such an event, not only the one that failed; a letter of a
+    group goes to that group alone, with the id of its message. The event's header `replayof`
+    names the letter. The commit that sends a letter also records that it was sent: run again,
+    even after a crash, the command continues with what is left.
     """
-    wanted = Wanted(agent, error, key)
+    wanted = Wanted(agent, error, key, group)
     is_chosen = all_ or not wanted.is_any or start is not None or until is not None
     _check(places_, is_chosen, has_edit=data is not None or edit)
-    stretch = Stretch.parse(start, until)
+    stretch = LetterRange.parse(start, until)
     timeout_ms = parse_duration(timeout, "--timeout")
     stop = threading.Event()
     with (
         open_named(context, log, log_option) as opened,
-        stopping(stop, "what is on its way is committed"),
+        stopping(stop, "committing the letters in flight"),
         Attempts(opened.url, timeout_ms) as attempts,
     ):
         letters = find_letters(opened, stream)
         replay = Replay(opened, letters, into, attempts, dry_run=dry_run, json=json)
         replay.open()
         is_one = bool(places_) and places_ != ["-"] and len(places_ or ()) == 1
-        with progress_bar("sending again", "", shown=is_chosen) as report:
+        with progress_bar("replaying", "", shown=is_chosen) as report:
             if places_ == ["-"]:
                 chosen = _lines(opened, letters)
             elif places_:
-                edited = _edited(opened, letters, places_[0], data, edit) if is_one else Edit()
+                edited = _read_edit(opened, letters, places_[0], data, edit) if is_one else Edit()
                 chosen = ((letter_at(opened, letters, place), edited) for place in places_)
             else:
                 span = stretch.find(opened, letters)
@@ -161,17 +169,17 @@ def replay_letters(  # noqa: PLR0913  one parameter per option
 def _check(places_: list[str] | None, is_chosen: bool, *, has_edit: bool) -> None:
     if not places_ and not is_chosen:
         raise UsageError(
-            "say which letters: their places, --all, or what they have in common (--agent, "
+            "no letters are selected: give their places, --all, or a filter (--agent, --group, "
             "--error, --key, --from, --until)"
         )
     if places_ and is_chosen:
-        raise UsageError("name letters by their places, or by what they have in common; not both")
+        raise UsageError("select letters by their places or with --all and filters, not both")
     if places_ and "-" in places_ and len(places_) > 1:
-        raise UsageError("- reads the places from standard input: name none beside it")
+        raise UsageError("- reads the places from standard input: give no other places")
     if has_edit and (places_ is None or len(places_) != 1 or places_ == ["-"]):
         raise UsageError(
-            "--data and --edit are for one letter; for several, edit lines of `dead list --json` "
-            "and send these with -"
+            "--data and --edit are for one letter: for several, edit the lines of "
+            "`dead list --json` and replay them with -"
         )
 
 
@@ -179,9 +187,15 @@ class Replay:
     """Sends letters again, a chunk of them in one commit."""
 
     def __init__(
-        self, log: Log, letters: Stream, into: str | None, attempts: Attempts, *, dry_run: bool,
+        self,
+        log: Log,
+        letters: Stream,
+        into: str | None,
+        attempts: Attempts,
+        *,
+        dry_run: bool,
         json: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._log = log
         self._letters = letters
         self._into = None if into is None else find_stream(log, into)
@@ -189,6 +203,7 @@ class Replay:
         self._dry_run = dry_run
         self._json = json
         self._resender = Resender(log, letters, SOURCE)
+        self._replays: dict[GroupName, Stream] = {}
         self._chunk: list[Resend] = []
         self._target: Stream | None = None
         self._chars = 0
@@ -219,15 +234,15 @@ class Replay:
             self._send()
         except FencedError as error:
             raise FencedError(
-                f"another `penstock dead replay` of {self._letters.name} has begun, and goes on "
-                f"with what is left; {count(self.tally.sent, 'letter')} were sent by this one"
+                f"another `penstock dead replay` of {self._letters.name} has started and continues "
+                f"with what is left; this one replayed {count(self.tally.sent, 'letter')}"
             ) from error
         except PenstockError as error:
             if not self.tally.sent:
                 raise
             raise PartlySentError(
-                f"{error}; {count(self.tally.sent, 'letter')} were sent again before: run it again "
-                "to go on with what is left"
+                f"{error}; {count(self.tally.sent, 'letter')} replayed before that: run the "
+                "command again to continue with what is left"
             ) from error
 
     def _add(self, letter: Letter, edit: Edit) -> None:
@@ -251,11 +266,17 @@ class Replay:
         """The event that a letter is to be."""
         held = letter.event.data
         if not held.stream:
-            raise UsageError("it is of a timer, which has no event that could be sent again")
-        target = self._into or find_stream(self._log, held.stream)
+            raise UsageError("it comes from a timer, which has no event to send")
+        group = group_of(held, self._letters)
+        if self._into is not None:
+            target = self._into
+        elif group is not None:
+            target = self._find_replays(group)
+        else:
+            target = find_stream(self._log, held.stream)
         origin = find_origin(self._log, held)
-        data = _data(target, held, edit, origin)
-        is_home = str(target.name) == held.stream
+        is_home = self._into is None or str(target.name) == held.stream
+        data = _data(target, held, edit, origin, is_home)
         key = edit.key or (held.key if origin is None else origin.key)
         headers = {} if origin is None else dict(origin.headers)
         options = EventOptions(
@@ -267,12 +288,25 @@ class Replay:
         )
         return target, Resend(letter, data, options)
 
+    def _find_replays(self, group: GroupName) -> Stream:
+        """Where letters of a group go; in a dry run it is not made, but takes the same."""
+        if group not in self._replays:
+            check_group(self._log, group)
+            if self._dry_run:
+                like, name = find_stream(self._log, group.stream), parse_stream(group.replays)
+                self._replays[group] = msgspec.structs.replace(like, name=name)
+            else:
+                self._replays[group] = make_replays_stream(self._log, group)
+        return self._replays[group]
+
     def _id(self, letter: Letter) -> str:
-        """The id of the event that is sent: a message's own, which no event has had; else one
-        that names the letter, so that it is another event and yet always the same.
+        """The id of the event that is sent: a connector's message, which was no event yet, and a
+        group's, which nobody else sees, have their own; else one that names the letter, so that
+        it is another event and yet always the same.
         """
         held = letter.event.data
-        if held.id and not held.agent:
+        is_groups = self._into is None and group_of(held, self._letters) is not None
+        if held.id and (not held.agent or is_groups):
             return held.id
         name = self._letters
         return f"{name.name}/{name.id}/{letter.partition}/{letter.offset}"
@@ -298,9 +332,14 @@ class Replay:
                 self._tell(one.letter, "sent", into=name, at=f"{partition}:{offset}")
 
     def _tell(
-        self, letter: Letter, what: str, *, into: str | None = None, at: str | None = None,
+        self,
+        letter: Letter,
+        what: str,
+        *,
+        into: str | None = None,
+        at: str | None = None,
         reason: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         match what:
             case "sent":
                 self.tally.sent += 1
@@ -309,38 +348,39 @@ class Replay:
             case _:
                 self.tally.failed += 1
         if self._json:
-            say_json({"letter": letter.place, "state": what, "into": into, "at": at,
-                      "reason": reason})  # fmt: skip
+            say_json(
+                {"letter": letter.place, "state": what, "into": into, "at": at, "reason": reason}
+            )
         elif what == "failed" and self.tally.failed <= FAILURES_SHOWN:
-            note(f"{self._letters.name} {letter.place} cannot be sent again: {reason}")
+            note(f"{self._letters.name} {letter.place} cannot be replayed: {reason}")
 
     def show(self) -> None:
         """Say what became of them all."""
         if self._json:
             say_json(self.tally)
             return
-        would = "would send" if self._dry_run else "sent"
-        say(f"{would} {count(self.tally.sent, 'letter')} of {self._letters.name} again")
+        would = "would replay" if self._dry_run else "replayed"
+        say(f"{would} {count(self.tally.sent, 'letter')} from {self._letters.name}")
         if self.tally.before:
-            note(f"{count(self.tally.before, 'letter')} had been sent again before")
+            note(f"{count(self.tally.before, 'letter')} had already been sent")
         if self.tally.failed > FAILURES_SHOWN:
-            note(f"… and {self.tally.failed - FAILURES_SHOWN:,} more cannot be sent again")
+            note(f"… and {self.tally.failed - FAILURES_SHOWN:,} more cannot be replayed")
 
 
 def _data(
-    target: Stream, letter: DeadLetter, edit: Edit, origin: Event[object] | None
-) -> object:  # fmt: skip
+    target: Stream, letter: DeadLetter, edit: Edit, origin: Event[object] | None, is_home: bool
+) -> object:
     """What is sent: what was edited, the event as it was, or what the letter tells of it."""
     if edit.data is not None:
         return parse_data(target, edit.data)
-    if origin is not None and str(target.name) == letter.stream:
+    if origin is not None and is_home:
         return origin.data
     if origin is None and not letter.data:
-        raise UsageError("nothing of it could be read: give what it was (--data, --edit)")
+        raise UsageError("none of its data could be read: supply the data (--data, --edit)")
     if origin is None and len(letter.data) >= DEAD_CHARS_MAX:
         raise UsageError(
             f"only its first {DEAD_CHARS_MAX:,} characters are kept, and the event itself is gone: "
-            "give the whole (--data)"
+            "supply the whole data (--data)"
         )
     text = letter.data if origin is None else as_json(json_data(origin.data))
     try:
@@ -348,7 +388,7 @@ def _data(
             return parse_bytes_text(text.encode())
         return parse_data(target, text.encode())
     except RecordError as error:
-        raise RecordError(f"{error}; repair it (--data, --edit)") from None
+        raise RecordError(f"{error}; correct the data (--data, --edit)") from None
 
 
 # Editing
@@ -375,18 +415,18 @@ def _lines(log: Log, letters: Stream) -> Iterator[tuple[Letter, Edit]]:
 
 
 def _parse_line(
-    log: Log, letters: Stream, line: Line, targets: dict[str, Stream]
+    log: Log, letters: Stream, line: InputLine, targets: dict[str, Stream]
 ) -> tuple[Letter, Edit]:
     try:
         found = msgspec.json.decode(line.text, type=_EditedLine)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordError(f"not a line of `dead list --json`: {error}") from None
     if found.letters not in (None, str(letters.name)):
-        raise UsageError(f"this is a letter of {found.letters}, not of {letters.name}")
+        raise UsageError(f"this letter is from {found.letters}, not from {letters.name}")
     letter = letter_at(log, letters, found.place)
     held = letter.event.data
     key = found.key if found.key != held.key else None
-    if found.data is msgspec.UNSET or msgspec.json.decode(found.data) == shown_data(held):
+    if found.data is msgspec.UNSET or msgspec.json.decode(found.data) == show_data(held):
         return letter, Edit(key=key)
     text = bytes(found.data)
     if held.stream and held.stream not in targets:
@@ -396,9 +436,9 @@ def _parse_line(
     return letter, Edit(text, key)
 
 
-def _edited(log: Log, letters: Stream, place: str, data: str | None, edit: bool) -> Edit:
+def _read_edit(log: Log, letters: Stream, place: str, data: str | None, edit: bool) -> Edit:
     if data is not None and edit:
-        raise UsageError("--data gives the data, --edit asks for it: leave one out")
+        raise UsageError("--data and --edit cannot be combined: omit one")
     if data is not None:
         return Edit(data.encode())
     if not edit:
@@ -411,7 +451,7 @@ def _edit_in_editor(target: Stream | None, letter: DeadLetter) -> bytes:
     """What the user's editor makes of a letter's data; again, as long as it does not fit."""
     if not (sys.stdin and sys.stdin.isatty() and stderr.is_terminal):
         raise UsageError("--edit needs a terminal: give the data with --data")
-    shown = shown_data(letter)
+    shown = show_data(letter)
     text = shown if isinstance(shown, str) else msgspec.json.format(as_json(shown), indent=2)
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with tempfile.TemporaryDirectory() as folder:
@@ -431,7 +471,7 @@ def _edit_in_editor(target: Stream | None, letter: DeadLetter) -> bytes:
                     parse_data(target, made)
                 return made
             except PenstockError as error:
-                note(f"this does not fit {'' if target is None else target.name}: {error}")
+                note(f"the data does not fit {'' if target is None else target.name}: {error}")
             if not typer.confirm("Edit it again?", default=True, err=True):
                 note("nothing was sent")
                 raise typer.Exit(1)

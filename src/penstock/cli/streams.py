@@ -26,21 +26,19 @@ from penstock.cli.output import confirm, count, note, say, say_json, size_text, 
 from penstock.errors import UsageError
 from penstock.log.api import Count, Log
 from penstock.log.catalogue import import_record
-from penstock.log.names import SYSTEM, parse_stream
-from penstock.log.objects import (
+from penstock.log.declaring.names import SYSTEM, parse_stream
+from penstock.log.declaring.objects import (
     Content,
     CreateStream,
     DropStream,
     Stream,
     StreamSpec,
 )
-from penstock.log.quantities import format_duration
-from penstock.log.read import count_from
+from penstock.log.declaring.quantities import format_duration
+from penstock.log.reading.read import count_from
 from penstock.records.schema import Field, Schema, check_field_name, parse_type, schema_of
 
-NewStreamArgument = Annotated[
-    str, typer.Argument(metavar="STREAM", help="NAME, or NAMESPACE.NAME.")
-]
+NewStreamArgument = Annotated[str, typer.Argument(metavar="STREAM", help="NAME or NAMESPACE.NAME.")]
 RecordOption = Annotated[
     str | None,
     typer.Option("--record", metavar="MODULE:CLASS", help="A penstock.Record class."),
@@ -48,41 +46,60 @@ RecordOption = Annotated[
 FieldsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--field", "-F", metavar="NAME=TYPE", help="A field, typed as in Python; may be repeated."
+        "--field", "-F", metavar="NAME=TYPE", help="A field and its Python type; may be repeated."
     ),
 ]
-BytesOption = Annotated[bool, typer.Option("--bytes", help="Hold bytes instead of JSON.")]
+BytesOption = Annotated[bool, typer.Option("--bytes", help="Store bytes instead of JSON.")]
 KeyOption = Annotated[
-    str | None, typer.Option("--key", metavar="FIELD", help="The field that is the key.")
+    str | None, typer.Option("--key", metavar="FIELD", help="The field to use as the key.")
 ]
 TimeOption = Annotated[
-    str | None, typer.Option("--time", metavar="FIELD", help="The field that is the event's time.")
+    str | None,
+    typer.Option("--time", metavar="FIELD", help="The field to use as the event's time."),
 ]
-TableOption = Annotated[bool, typer.Option("--table", help="Keep the latest value per key.")]
+TableOption = Annotated[
+    bool, typer.Option("--table", help="Make it a table: keep the latest value of each key.")
+]
 PartitionsOption = Annotated[
     int | None,
-    typer.Option("--partitions", metavar="N", help="How many partitions; they only ever grow."),
+    typer.Option(
+        "--partitions", metavar="N", help="Number of partitions; it can only be increased."
+    ),
 ]
 ReplicationOption = Annotated[
     int | None,
-    typer.Option("--replication", metavar="N", help="On how many brokers; for Kafka only."),
+    typer.Option("--replication", metavar="N", help="Number of replicas; only on Kafka."),
 ]
 RetentionOption = Annotated[
     str | None,
     typer.Option(
-        "--retention", metavar="DURATION", help="Keep events so long: '30 days'; none: for ever."
+        "--retention",
+        metavar="DURATION",
+        help="How long to keep events, such as '30 days'; none keeps them for ever.",
     ),
 ]
 RetentionBytesOption = Annotated[
     str | None,
     typer.Option(
-        "--retention-bytes", metavar="SIZE",
-        help="Keep so much of each partition: '10 GB'; none: everything.",
+        "--retention-bytes",
+        metavar="SIZE",
+        help="How much of each partition to keep, such as '10 GB'; none keeps everything.",
     ),
-]  # fmt: skip
+]
+WriterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--writer",
+        metavar="NAME",
+        help="Of a table: the only app or group that may write to it (app/NAME, "
+        "group/STREAM/NAME); none: anyone.",
+    ),
+]
 NONE = "none"
 
-streams = typer.Typer(no_args_is_help=True, help="List, create, describe, alter and drop streams.")
+streams = typer.Typer(
+    no_args_is_help=True, help="List, create, describe, alter, adopt and drop streams."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -92,7 +109,7 @@ def register(app: typer.Typer) -> None:
 @streams.command("list", epilog=examples("penstock stream list --all"))
 def list_streams(
     context: typer.Context,
-    all_: Annotated[bool, typer.Option("--all", help="The system's own streams too.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Include system streams.")] = False,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
@@ -103,18 +120,16 @@ def list_streams(
         rows = [(_summary(stream), count_from(opened, str(stream.name), {})) for stream in found]
     if json:
         for row, events in rows:
-            say_json({**row, **_counted(events)})
+            say_json({**row, **_count_fields(events)})
     elif rows:
-        columns = ("stream", "record", "key", "partitions", "table")
-        table(
-            (*columns, "events"),
-            [[*(row[name] for name in columns), str(events)] for row, events in rows],
-        )
+        columns = ("stream", "record", "key", "partitions", "events", "table")
+        cells = [{**row, "events": events} for row, events in rows]
+        table(columns, [[row[name] for name in columns] for row in cells])
     else:
-        note("There are no streams yet: penstock stream create NAME")
+        note("there are no streams yet: create one with `penstock stream create NAME`")
 
 
-def _counted(events: Count) -> dict[str, object]:
+def _count_fields(events: Count) -> dict[str, object]:
     """On Kafka nobody knows the number without reading: it is at most so many then."""
     return {"events": events.events, "events_is_exact": events.is_exact}
 
@@ -150,19 +165,21 @@ def create_stream(  # noqa: PLR0913  one parameter per option
     retention: RetentionOption = None,
     retention_bytes: RetentionBytesOption = None,
     ids: Annotated[
-        Literal["log", "producer"], typer.Option(help="Who gives ids; a producer's are unique.")
+        Literal["log", "producer"],
+        typer.Option(help="Who assigns event ids; with producer, each id is stored once."),
     ] = "log",
     acks: Annotated[
         Literal["write", "majority", "all"], typer.Option(help="What a commit waits for.")
     ] = "majority",
     table_: TableOption = False,
+    writer: WriterOption = None,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Create a stream; the log's file too, if it is not there yet.
+    """Create a stream, and the log itself if it does not exist yet.
 
-    Without a record or fields it holds JSON.
+    Without `--record`, `--field` or `--bytes`, the stream holds JSON.
     """
     schema, content = what_it_holds(stream, record, field, bytes_)
     spec = StreamSpec(
@@ -178,6 +195,7 @@ def create_stream(  # noqa: PLR0913  one parameter per option
         ids=ids,
         acks=acks,
         table=table_,
+        writer=parse_writer(writer),
     )
     parse_stream(stream)
 
@@ -198,7 +216,7 @@ def what_it_holds(
     """What the options of a command declare a stream to hold."""
     schema = _schema(stream, record, fields)
     if schema and is_bytes:
-        raise UsageError("a stream holds records or bytes: leave out --bytes, or the record")
+        raise UsageError("a stream holds either records or bytes: omit --bytes, or the record")
     return schema, "record" if schema else "bytes" if is_bytes else "json"
 
 
@@ -229,6 +247,10 @@ def parse_retention(text: str | None) -> int | None:
     return None if text in (None, NONE) else parse_duration(str(text), "--retention")
 
 
+def parse_writer(text: str | None) -> str | None:
+    return None if text == NONE else text
+
+
 def parse_retention_bytes(text: str | None) -> int | None:
     return None if text in (None, NONE) else parse_size(str(text), "--retention-bytes")
 
@@ -247,7 +269,7 @@ def describe_stream(
         offsets = opened.offsets(stream)
         events = {p: opened.count(stream, p, o.first, o.next) for p, o in offsets.items()}
     if json:
-        say_json(_described(found, {p: msgspec.structs.asdict(o) for p, o in offsets.items()}))
+        say_json(_describe(found, {p: msgspec.structs.asdict(o) for p, o in offsets.items()}))
         return
     spec = found.spec
     settings = [
@@ -258,6 +280,7 @@ def describe_stream(
         ("ids", spec.ids),
         ("acks", spec.acks),
         ("table", "yes" if spec.table else None),
+        ("writer", spec.writer),
         ("retention", _retention(spec)),
         ("record version", len(found.records) or None),
         ("catalogue", spec.origin or None),
@@ -268,11 +291,11 @@ def describe_stream(
         say("")
         table(("field", "type"), [(f.name, f.type) for f in found.record.fields])
     say("")
-    rows = [(p, o.first, o.next, str(events[p])) for p, o in offsets.items()]
+    rows = [(p, o.first, o.next, events[p]) for p, o in offsets.items()]
     table(("partition", "first", "next", "events"), rows)
 
 
-def _described(stream: Stream, offsets: dict[int, dict[str, object]]) -> dict[str, object]:
+def _describe(stream: Stream, offsets: dict[int, dict[str, object]]) -> dict[str, object]:
     fields = {f.name: str(f.type) for f in stream.record.fields} if stream.record else None
     settings = msgspec.structs.asdict(stream.spec)
     settings.update(
@@ -306,14 +329,17 @@ def drop_stream(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Remove a stream and all its events. It asks first; without a terminal it wants `--yes`."""
+    """Drop a stream and all its events.
+
+    Asks for confirmation; without a terminal, `--yes` is required.
+    """
     with open_named(context, log, log_option) as opened:
         found = find_stream(opened, stream)
         events = count_from(opened, stream, {})
-        what = f"{found.name} and its {events} event{'' if events == Count(1) else 's'}"
+        what = f"{found.name} and its {count(events, 'event')}"
         confirm(f"Drop {what}?", f"this would drop {what}", yes=yes)
         opened.apply([DropStream(stream)])
     if json:
-        say_json({"dropped": str(found.name), **_counted(events)})
+        say_json({"dropped": str(found.name), **_count_fields(events)})
     else:
         say(f"dropped stream {what}")

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 
-from penstock.app.tables import window_key
-from penstock.app.windows import Window
+from penstock.app.declaring.tables import window_key
+from penstock.app.declaring.windows import Window
 from penstock.cli.finding import find_table, tables_of
 from penstock.cli.formats import as_json, cells, fields_of, plain
 from penstock.cli.options import JsonOption, LogOption, LogOptionsOption, examples, open_to_read
@@ -31,25 +31,29 @@ from penstock.cli.output import (
 from penstock.errors import UsageError
 from penstock.log.api import Log
 from penstock.log.batch import json_data, json_key
-from penstock.log.objects import Stream
-from penstock.log.table import Table
+from penstock.log.declaring.objects import Stream
+from penstock.log.reading.table import Table
 from penstock.records.event import JsonValue, from_microseconds
 
 PAGE = 100
-tables = typer.Typer(no_args_is_help=True, help="List tables, and look at their entries.")
+tables = typer.Typer(no_args_is_help=True, help="List tables and show their entries.")
 TableArgument = Annotated[
     str,
     typer.Argument(
-        metavar="TABLE", help="NAME, or NAMESPACE.NAME.", show_default=False,
+        metavar="TABLE",
+        help="NAME or NAMESPACE.NAME.",
+        show_default=False,
         autocompletion=lambda ctx, incomplete: complete_table(ctx, incomplete),  # noqa: PLW0108
     ),
-]  # fmt: skip
+]
 Base64Option = Annotated[
-    bool, typer.Option("--base64", help="Keys are given in base64, for those that are no text.")
+    bool, typer.Option("--base64", help="Keys are given in base64, for keys that are not text.")
 ]
 WindowsOption = Annotated[
     bool,
-    typer.Option("--windows", help="The table has windows: show key and start of window apart."),
+    typer.Option(
+        "--windows", help="The table has windows: show key and start of window separately."
+    ),
 ]
 
 
@@ -92,7 +96,7 @@ def list_tables(
         columns = ("table", "value", "key", "partitions")
         table(columns, [[row[name] for name in columns] for row in rows])
     else:
-        note("There are no tables yet: penstock stream create NAME --table")
+        note("there are no tables yet: create one with `penstock stream create NAME --table`")
 
 
 def _summary(stream: Stream) -> dict[str, object]:
@@ -125,10 +129,12 @@ def _value_type(stream: Stream) -> str:
 def get_entries(  # noqa: PLR0913  one parameter per option
     context: typer.Context,
     name: TableArgument,
-    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="One key or several.")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="One or more keys.")],
     window: Annotated[
         str | None,
-        typer.Option("--window", metavar="TIME", help="The entry of the window that starts then."),
+        typer.Option(
+            "--window", metavar="TIME", help="Show the entry of the window that starts at TIME."
+        ),
     ] = None,
     windows: WindowsOption = False,
     base64_: Base64Option = False,
@@ -136,12 +142,12 @@ def get_entries(  # noqa: PLR0913  one parameter per option
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Print the values of keys; exits with 1 if one has no entry.
+    """Print the values of one or more keys; exit with 1 if a key has no entry.
 
-    With `--json` one object for each key: `{"key": …, "value": …}`, where no entry is `null`.
+    With `--json`, one object per key: `{"key": …, "value": …}`, with `null` if there is no entry.
     """
     if window is not None and windows:
-        raise UsageError("--window names one window, --windows shows all: leave one out")
+        raise UsageError("--window shows one window, --windows shows all of them: omit one")
     wanted = [parse_key(key, base64_) for key in keys]
     with open_to_read(context, log, log_option) as opened:
         found = find_table(opened, name)
@@ -184,7 +190,7 @@ def _windows_of(log: Log, stream: Stream, key: bytes) -> Iterator[Shown]:
         Table[object](log, str(stream.name)).starting_with(key + b"@")
     ) as found:
         for own, value in found:
-            row = _shown(own, value, is_windowed=True)
+            row = _show_entry(own, value, is_windowed=True)
             if row.window is not None and _is_key(row, key):
                 yield row
 
@@ -192,7 +198,7 @@ def _windows_of(log: Log, stream: Stream, key: bytes) -> Iterator[Shown]:
 def _hint(log: Log, stream: Stream, missing: Sequence[bytes], *, is_windowed: bool) -> str:
     if is_windowed or not any(next(_windows_of(log, stream, key), None) for key in missing):
         return ""
-    return ": but for windows; say --windows"
+    return ", but entries for windows: use --windows"
 
 
 def _show_rows(rows: Sequence[Shown], json: bool, *, with_key: bool) -> None:
@@ -226,28 +232,28 @@ def page_entries(  # noqa: PLR0913  one parameter per option
     context: typer.Context,
     name: TableArgument,
     prefix: Annotated[
-        str, typer.Option("--prefix", metavar="KEY", help="Only keys that begin so.")
+        str, typer.Option("--prefix", metavar="KEY", help="Show only keys with this prefix.")
     ] = "",
     after: Annotated[
-        str | None, typer.Option("--after", metavar="KEY", help="Go on behind this key.")
+        str | None, typer.Option("--after", metavar="KEY", help="Start after this key.")
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", "-n", metavar="N", min=1, help="At most so many entries.")
+        int, typer.Option("--limit", "-n", metavar="N", min=1, help="Show at most N entries.")
     ] = PAGE,
-    all_: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Show all entries.")] = False,
     windows: WindowsOption = False,
     base64_: Base64Option = False,
     format_: Annotated[
         Literal["text", "table", "json", "csv"],
-        typer.Option("--format", help="table is for people. --json is --format json."),
+        typer.Option("--format", help="table is for people. --json means --format json."),
     ] = "text",
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Print entries of a table, in order of key and as of one moment; `--after` goes on."""
+    """Print the entries of a table in key order, as of one moment; `--after` continues."""
     if json and format_ not in ("text", "json"):
-        raise UsageError(f"--json is --format json: leave one out, or --format {format_}")
+        raise UsageError(f"--json means --format json: omit it, or --format {format_}")
     wanted = parse_key(prefix, base64_)
     behind = None if after is None else parse_key(after, base64_)
     with open_to_read(context, log, log_option) as opened:
@@ -258,17 +264,17 @@ def page_entries(  # noqa: PLR0913  one parameter per option
             writer = _PageWriter(found, "json" if json else format_, windows)
             last = None
             for number, (key, value) in enumerate(itertools.islice(entries, most), 1):
-                writer.write(_shown(key, value, is_windowed=windows))
+                writer.write(_show_entry(key, value, is_windowed=windows))
                 last = key
                 report(number, 0)
             writer.close()
         is_more = next(entries, None) is not None
         entries.close()
     if last is None:
-        note(f"{found.name} has no {'such ' if prefix or after else ''}entries")
+        note(f"{found.name} has no {'matching ' if prefix or after else ''}entries")
     elif is_more:
         shown = base64.b64encode(last).decode() if base64_ else plain(json_key(last))
-        note(f"there are more: --after {shown}")
+        note(f"there are more entries: continue with --after {shown}")
 
 
 class _PageWriter:
@@ -317,7 +323,7 @@ def parse_key(text: str, is_base64: bool) -> bytes:
         raise UsageError(f"{text!r} is not base64: {error}") from None
 
 
-def _shown(key: bytes, value: object, *, is_windowed: bool) -> Shown:
+def _show_entry(key: bytes, value: object, *, is_windowed: bool) -> Shown:
     own, mark, start = key.rpartition(b"@")
     if is_windowed and mark and start.removeprefix(b"-").isdigit():
         time = from_microseconds(int(start) * 1000)

@@ -44,14 +44,14 @@ def verify(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Read the whole log and say what is damaged; exits with 1 if anything is."""
+    """Read the whole log and report any damage; exit with 1 if there is any."""
     found, streams, is_about_events = 0, 0, False
     try:
         with open_to_read(context, log, log_option, read_only=True) as opened:
             with progress_bar("verifying", "batches") as report:
                 for damage in opened.verify(report):
                     found += 1
-                    is_about_events = is_about_events or damage.first_offset >= 0
+                    is_about_events = is_about_events or damage.first_offset is not None
                     say_json(damage) if json else say(damage.message)
             streams = len(opened.streams())
     except LogError as error:
@@ -65,27 +65,27 @@ def verify(
     elif not found:
         say(f"{count(streams, 'stream')} verified: nothing is damaged")
     if is_about_events:
-        note("the events around what is damaged can be read: penstock read STREAM --on-damage skip")
+        note("undamaged events can still be read: penstock read STREAM --on-damage skip")
     if found:
         raise typer.Exit(1)
 
 
 def _say_unreadable(url: str, error: apsw.Error, json: bool) -> None:
     message = (
-        f"{url} cannot be opened, its first pages are damaged ({error}): nothing in it can be "
-        "read; restore a backup"
+        f"{url} cannot be opened because its first pages are damaged ({error}): nothing in it can "
+        "be read; restore a backup"
     )
     say_json(Damage(message)) if json else say(message)
 
 
 def backup(
     context: typer.Context,
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="The copy; must not exist yet.")],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write; must not exist.")],
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Copy the log as it is at this moment, while others use it. The copy is a log itself."""
+    """Copy the log as of this moment, even while it is in use. The copy is itself a log."""
     with (
         open_to_read(context, log, log_option) as opened,
         progress_bar("copying", "pages") as report,
@@ -112,7 +112,7 @@ def doctor(
     log: LogOption = None,
     log_option: LogOptionsOption = None,
 ) -> None:
-    """Check this machine and the log: Python, Java, disk, versions; exits with 1 if one fails."""
+    """Check this machine (Python, Java, disk, versions) and the log; exit with 1 on failure."""
     url = log_url(context, log)
     findings = [_python(), _java(), *_packages(), _disk(url), *_log(context, url, log_option)]
     if json:
@@ -140,12 +140,14 @@ def _java() -> Finding:
             [java, "-version"], capture_output=True, text=True, timeout=20, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("java", "warning", f"{java} does not run: {error}")
+        return Finding("java", "warning", f"{java} cannot be run: {error}")
     lines = [line for line in (done.stderr or done.stdout).splitlines() if "version" in line]
     line = lines[0] if lines else ""
     major = "".join(c for c in line.partition('"')[2].split(".")[0] if c.isdigit())
     good = bool(major) and int(major) >= JAVA_MIN
-    return Finding("java", "ok" if good else "warning", line or f"{java} says nothing")
+    return Finding(
+        "java", "ok" if good else "warning", line or f"{java} -version does not print a version"
+    )
 
 
 def _packages() -> Iterator[Finding]:
@@ -157,7 +159,7 @@ def _packages() -> Iterator[Finding]:
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "ok", "not installed (only needed for what uses it)")
+            yield Finding(name, "ok", "not installed (optional)")
 
 
 def _disk(url: str) -> Finding:
@@ -166,12 +168,12 @@ def _disk(url: str) -> Finding:
         return Finding("disk", "failed", f"the directory {folder} does not exist")
     free = shutil.disk_usage(folder).free
     state: Literal["ok", "warning"] = "ok" if free >= DISK_FREE_BYTES_MIN else "warning"
-    return Finding("disk", state, f"{free / 1e9:.1f} GB free at {folder}")
+    return Finding("disk", state, f"{free / 1e9:.1f} GB free in {folder}")
 
 
 def _log(context: typer.Context, url: str, options: list[str] | None) -> Iterator[Finding]:
     if "://" not in url and Path(url).absolute().parent.is_dir() and not Path(url).exists():
-        yield Finding("log", "ok", f"{url} does not exist yet: the first stream makes it")
+        yield Finding("log", "ok", f"{url} does not exist yet: it is created with the first stream")
         return
     try:
         with open_to_read(context, url, options) as opened:

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 from penstock.cli.output import note
 from penstock.errors import CommitOutcomeUnknownError, DeliveryTimeoutError, PenstockError
-from penstock.log.quantities import format_duration
+from penstock.log.declaring.quantities import format_duration
 from penstock.producer import Producer
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Attempts:
                 is_unknown = is_unknown or isinstance(error, CommitOutcomeUnknownError)
                 waited_ms = (time.monotonic() - begun) * 1000
                 if not error.retriable or waited_ms + pause_s * 1000 >= self.timeout_ms:
-                    raise self._given_up(error, waited_ms, is_unknown) from error.__cause__
+                    raise self._error_at_end(error, waited_ms, is_unknown) from error.__cause__
                 self._say_why(error)
             finally:
                 self._since = None
@@ -73,30 +73,32 @@ class Attempts:
             if producer.trouble is not None:
                 self._say_why(producer.trouble)
             else:
-                self._say(f"waiting for {self._url}: it has not answered yet …")
+                self._say(f"waiting for {self._url}: no answer yet …")
 
     def explain(self, error: PenstockError) -> PenstockError:
         """A producer's giving up, as the command line speaks of it."""
         cause = error.__cause__
         if isinstance(error, DeliveryTimeoutError) and isinstance(cause, PenstockError):
-            return self._given_up(cause, self.timeout_ms, is_unknown=False)
+            return self._error_at_end(cause, self.timeout_ms, is_unknown=False)
         return error
 
-    def _given_up(self, error: PenstockError, waited_ms: float, is_unknown: bool) -> PenstockError:
+    def _error_at_end(
+        self, error: PenstockError, waited_ms: float, is_unknown: bool
+    ) -> PenstockError:
         if not error.retriable and not is_unknown:
             return error
         seconds = max(1, round(max(waited_ms, self.timeout_ms) / 1000))
         waited = f"gave up after {format_duration(seconds * 1000)} (--timeout)"
         if is_unknown and not isinstance(error, CommitOutcomeUnknownError):
             return CommitOutcomeUnknownError(
-                f"whether it was published is not known: {error}; {waited}"
+                f"it is not known whether this was published: {error}; {waited}"
             )
         told = copy.copy(error)
         told.args = (f"{error}; {waited}",)
         return told
 
     def _say_why(self, error: Exception) -> None:
-        self._say(f"waiting: {error}; trying again for {format_duration(self.timeout_ms)} …")
+        self._say(f"waiting: {error}; retrying for up to {format_duration(self.timeout_ms)} …")
 
     def _say(self, text: str) -> None:
         if text != self._told:
@@ -108,4 +110,4 @@ class Attempts:
         while not self._over.wait(QUIET_S / 4):
             since = self._since
             if since is not None and time.monotonic() - since > QUIET_S:
-                self._say(f"waiting for {self._url}: it has not answered yet …")
+                self._say(f"waiting for {self._url}: no answer yet …")

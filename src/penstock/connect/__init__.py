@@ -1,1 +1,3 @@
-"""Connectors: sources and sinks as ordinary programs, with points of reference and two phases."""
+"""Connectors: sources and sinks as ordinary programs, with points of reference and two-phase
+commit.
+"""

@@ -1,7 +1,8 @@
-"""Where connectors meet: `host:port`, or `auto:NAME`, a free port of this machine under a name.
+"""Addresses of connectors: `host:port`, or `auto:NAME`, a free port of this machine by name.
 
-Whoever listens takes a free port and leaves a note of it; whoever dials looks the name up each
-time, so it follows when the other is started again. Only for programs of one user on one machine.
+The listening program takes a free port and records it in a file; the connecting program looks the
+name up each time, and so finds the new port after a restart. Only for programs of one user on one
+machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.errors import UsageError
-from penstock.log.folders import cache_folder
+from penstock.resources import cache_folder
 
 PREFIX = "auto:"
 ENVIRONMENT = "PENSTOCK_PORTS"
@@ -24,43 +25,43 @@ LOOPBACK = "127.0.0.1"
 
 
 class NobodyListensError(ConnectionRefusedError):
-    """No program has taken a port under that name; raised where a connection would be refused."""
+    """No program listens under that name; raised where a connection would be refused."""
 
 
 def check_address(text: str) -> None:
-    """Raises `UsageError` saying what is wrong with an address."""
+    """Raise `UsageError` if an address is not valid."""
     if text.startswith(PREFIX):
         _check_name(text.removeprefix(PREFIX))
     else:
-        _parsed(text)
+        _parse_host_port(text)
 
 
-def resolved(address: str) -> tuple[str, int]:
-    """The host and port to dial now. Raises `NobodyListensError`, a kind of `OSError`."""
+def resolve_address(address: str) -> tuple[str, int]:
+    """The host and port to connect to now. Raises `NobodyListensError`, a kind of `OSError`."""
     if not address.startswith(PREFIX):
-        return _parsed(address)
+        return _parse_host_port(address)
     name = address.removeprefix(PREFIX)
     try:
-        return _parsed(_note(name).read_text())
+        return _parse_host_port(_note(name).read_text())
     except FileNotFoundError:
-        raise NobodyListensError(f"nobody listens as {name} on this machine yet") from None
+        raise NobodyListensError(f"no program on this machine listens as {name} yet") from None
 
 
 def listening_at(address: str) -> tuple[str, int, str]:
-    """The host and port to listen at, and the name to announce it under, or none."""
+    """The host and port to listen at, and the name to announce it under, which may be empty."""
     if address.startswith(PREFIX):
         return LOOPBACK, 0, address.removeprefix(PREFIX)
-    return *_parsed(address, least=0), ""
+    return *_parse_host_port(address, least=0), ""
 
 
 def is_closed(address: str, cookie: str) -> bool:
-    """Whether only those who may can come in there: on loopback, or with a cookie."""
+    """Whether an address is protected from strangers: by being on loopback, or by a cookie."""
     return bool(cookie) or listening_at(address)[0] in (LOOPBACK, "::1", "localhost")
 
 
 @contextlib.contextmanager
-def announced(name: str, address: tuple[str, int]) -> Iterator[None]:
-    """Have `auto:NAME` lead here while the block lasts; without a name, nothing."""
+def announce(name: str, address: tuple[str, int]) -> Iterator[None]:
+    """Make `auto:NAME` resolve to this address for the block; without a name, do nothing."""
     if not name:
         yield
         return
@@ -74,13 +75,13 @@ def announced(name: str, address: tuple[str, int]) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(FileNotFoundError), _alone(note.parent):
-            if note.read_text() == said:  # nobody else has taken the name meanwhile
+            if note.read_text() == said:  # no other program has taken the name since
                 note.unlink()
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Nobody else changes notes while the block lasts; a process that dies lets go."""
+    """Lock the folder for the duration of the block; the lock ends if the process dies."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -97,14 +98,14 @@ def _note(name: str) -> Path:
 def _check_name(name: str) -> None:
     if not _NAME.match(name):
         raise UsageError(
-            f"{name!r} names no port: write letters, digits, - and _, as in auto:texts"
+            f"{name!r} is not a valid port name: use letters, digits, - and _, as in auto:texts"
         )
 
 
-def _parsed(text: str, least: int = 1) -> tuple[str, int]:
+def _parse_host_port(text: str, least: int = 1) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not least <= int(port) < 1 << 16:
         raise UsageError(
-            f"{text!r} is no address: write host:port, as in 127.0.0.1:6067, or auto:NAME"
+            f"{text!r} is not a valid address: use host:port, such as 127.0.0.1:6067, or auto:NAME"
         )
     return host.strip("[]"), int(port)

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.errors import UsageError
 from penstock.log.api import Limits, Log
-from penstock.log.objects import Defaults
+from penstock.log.declaring.objects import Defaults
 from penstock.log.sqlite.log import SqliteLog, SqliteOptions
 
 OptionValue = str | int | bool
@@ -22,18 +22,18 @@ def open_log(
 ) -> Log:
     """Open the log that `url` names; use it in a `with` statement, or close it.
 
-    A path is an embedded log, `kafka://host:port,…` one in a Kafka cluster; made if it is not
-    there, unless `create` is false. Options are the fields of `Limits`, `Defaults` and of the
+    A path names an embedded log, `kafka://host:port,…` one in a Kafka cluster. It is created if it
+    does not exist, unless `create` is false. Options are the fields of `Limits`, `Defaults` and the
     engine's own options, by name; on Kafka also librdkafka's, such as `security.protocol`.
     """
     if not isinstance(url, str | Path) or not str(url):
-        raise UsageError(f"a log is named by a path or URL, not by {url!r}")
+        raise UsageError(f"a log must be a path or a URL, not {url!r}")
     text = str(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme not in ("", "file", "kafka"):
         raise UsageError(
-            f"{text!r} has the scheme {scheme!r}; a log is a path, such as penstock.db, or "
-            "kafka://HOST:PORT"
+            f"{text!r} has the unsupported scheme {scheme!r}: use a path, such as penstock.db, "
+            "or kafka://HOST:PORT"
         )
     limits, rest = _take(Limits, dict(options))
     defaults, rest = _take(Defaults, rest)
@@ -69,12 +69,12 @@ def _check_all_known(own: type[msgspec.Struct], rest: dict[str, OptionValue]) ->
         kinds = (Limits, Defaults, own)
         known = [name for kind in kinds for name in kind.__struct_fields__]
         raise UsageError(
-            f"there is no log option {next(iter(rest))!r}; there are {', '.join(known)}"
+            f"there is no log option {next(iter(rest))!r}; known options: {', '.join(known)}"
         )
 
 
 def is_path(url: str) -> bool:
-    """Whether a log is a file: an embedded one."""
+    """Whether a log is a file, and so an embedded log."""
     return "://" not in url or url.startswith("file://")
 
 
@@ -88,11 +88,11 @@ def _take(kind: type[S], options: dict[str, OptionValue]) -> tuple[S, dict[str, 
     try:
         made = msgspec.convert(mine, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"a log option is wrong: {error}") from None
+        raise UsageError(f"a log option is not valid: {error}") from None
     for name in mine:
         value, least = getattr(made, name), 0 if name == "upkeep_interval_ms" else 1
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
-            raise UsageError(f"the log option {name} is {value}; it must be at least {least}")
+            raise UsageError(f"log option {name} is {value}; it must be at least {least}")
     return made, options
 
 

@@ -1,7 +1,7 @@
 """Batches: how events are stored as one Arrow IPC blob, and what a reader gets.
 
 A blob is a complete Arrow IPC stream, readable by any Arrow tool; its buffers are
-compressed, and a checksum over the whole lies beside it.
+compressed, and a checksum of the whole is stored with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from penstock.errors import RecordError, UsageError
-from penstock.log.objects import Stream
+from penstock.log.declaring.objects import Stream
 from penstock.records.arrow import (
     arrow_schema,
     arrow_type,
@@ -28,6 +28,7 @@ from penstock.records.arrow import (
     nullable,
     python_values,
 )
+from penstock.records.documents import to_documents
 from penstock.records.event import (
     DATA,
     DELETED,
@@ -35,11 +36,12 @@ from penstock.records.event import (
     GIVEN,
     Event,
     JsonValue,
+    add_numbers,
     counting,
+    data_columns,
     envelope,
     ids_of,
     keys_of,
-    numbered,
     slice_stamped,
     with_explicit_envelope,
 )
@@ -55,7 +57,7 @@ def check_compression(name: str) -> None:
 
 
 def encode_blob(batch: pa.RecordBatch, compression: Compression) -> bytes:
-    """One Arrow IPC stream with this one batch."""
+    """An Arrow IPC stream that contains this one batch."""
     codec = None if compression == "none" or batch.nbytes < 512 else compression
     options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
     sink = pa.BufferOutputStream()
@@ -74,7 +76,7 @@ def checksum(blob: bytes | pa.Buffer) -> int:
     return xxhash.xxh3_64_intdigest(blob) - 2**63
 
 
-class Run(msgspec.Struct, frozen=True):
+class CommitRun(msgspec.Struct, frozen=True):
     """Events of a batch that were committed together, from `offset` up to the next run."""
 
     offset: int
@@ -83,10 +85,10 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Batch:
-    """Events of one partition that follow each other, as read from the log.
+    """Consecutive events of one partition, as read from the log.
 
-    Holds what is stored; columns are made when asked for. Not changed by anyone. `offsets` are
-    given where they have gaps.
+    Holds the stored form; columns are made on demand. Immutable. `offsets` are given if they have
+    gaps.
     """
 
     __slots__ = ("_kept", "_offsets", "first_offset", "partition", "runs", "stream")
@@ -97,7 +99,7 @@ class Batch:
         partition: int,
         first_offset: int,
         stored: pa.RecordBatch,
-        runs: Sequence[Run],
+        runs: Sequence[CommitRun],
         offsets: pa.Array | None = None,
     ) -> None:
         self.stream = stream
@@ -109,7 +111,7 @@ class Batch:
 
     @property
     def _stored(self) -> pa.RecordBatch:
-        """Data and envelope; the data alone are also in `_kept`."""
+        """Data and envelope; the data columns alone are also in `_kept`."""
         return self._kept
 
     def __len__(self) -> int:
@@ -121,7 +123,7 @@ class Batch:
 
     @property
     def memory_bytes(self) -> int:
-        """What it keeps in memory; a slice keeps the whole that it was cut from."""
+        """The memory it occupies; a slice keeps the whole batch that it was taken from."""
         return int(self._kept.get_total_buffer_size())
 
     @property
@@ -131,7 +133,7 @@ class Batch:
 
     @property
     def next_offset(self) -> int:
-        """Where reading goes on."""
+        """Where reading continues."""
         if self._offsets is not None:
             return int(self._offsets[-1].as_py()) + 1
         return self.first_offset + len(self)
@@ -151,7 +153,7 @@ class Batch:
         """The commit of the first event."""
         return self.runs[0].commit
 
-    def commit_of(self, offset: int) -> Run:
+    def commit_of(self, offset: int) -> CommitRun:
         """The commit that holds the event at `offset`."""
         return self.runs[bisect_right(self.runs, offset, key=lambda run: run.offset) - 1]
 
@@ -162,7 +164,7 @@ class Batch:
         encoded = pa.RunEndEncodedArray.from_arrays(pa.array(ends, pa.int32()), numbers)
         return pc.run_end_decode(encoded)
 
-    def sliced(self, start: int, end: int) -> Batch:
+    def slice_offsets(self, start: int, end: int) -> Batch:
         """The events with offsets in [start, end), without copying."""
         start, end = max(start, self.first_offset), min(end, self.next_offset)
         if start == self.first_offset and end == self.next_offset:
@@ -178,14 +180,14 @@ class Batch:
         return Batch(self.stream, self.partition, start, stored, self.runs[first:last], offsets)
 
     def first_unreadable(self) -> int | None:
-        """The offset of the first event with a time that Python cannot hold, if there is one.
+        """The offset of the first event with a time that Python cannot represent, if there is one.
 
-        No door lets such a time in; there were logs before there was a guard at each.
+        Such times are rejected everywhere now, but older versions could write them.
         """
         if _times_fit(self._kept, self.stream.record):
             return None
         low, high = 0, len(self) - 1
-        while low < high:  # the first `low` rows are fine, and one up to `high` is not
+        while low < high:  # the first `low` rows are fine, and one before `high` is not
             middle = (low + high) // 2
             fine = _times_fit(self._kept.slice(low, middle + 1 - low), self.stream.record)
             low, high = (middle + 1, high) if fine else (low, middle)
@@ -200,7 +202,7 @@ class Batch:
         return ids_of(self._stored)
 
     def data(self) -> pa.RecordBatch:
-        """The record's columns as stored, brought to the stream's present record."""
+        """The record's columns as stored, converted to the stream's current record."""
         record = self.stream.record
         names = [name for name in self._kept.schema.names if not name.startswith("_")]
         plain = self._kept.select(names)
@@ -212,7 +214,7 @@ class Batch:
         return _upgrade(plain, schema)
 
     def to_arrow(self, columns: Sequence[str] | None = None) -> pa.RecordBatch:
-        """Data and envelope columns; `columns` chooses some, and spares making the others."""
+        """Data and envelope columns; `columns` selects some, and the others are then not made."""
         data = self.data()
         if columns is None:
             columns = [*data.schema.names, *self.envelope_names()]
@@ -237,7 +239,7 @@ class Batch:
         if name == "_offset":
             return self.offsets()
         if name == DELETED:
-            return self._deleted()
+            return self._deletions()
         index = data.schema.get_field_index(name)
         if index < 0:
             raise UsageError(
@@ -246,25 +248,25 @@ class Batch:
             )
         return data.column(index)
 
-    def _deleted(self) -> pa.Array:
+    def _deletions(self) -> pa.Array:
         index = self._kept.schema.get_field_index(DELETED)
         if index < 0:
             return pa.repeat(pa.scalar(False), len(self))
         return self._kept.column(index)
 
     def explicit(self) -> pa.RecordBatch:
-        """Every event in full, in the stream's present record, with nothing left to the stamp.
+        """Every event in full, in the stream's current record, with all stamped values as columns.
 
-        For merging: batches of older versions and other stamps then look alike.
+        For merging: batches of older versions and with other stamps then have the same columns.
         """
         return with_explicit_envelope(self._stored, self.data())
 
     def events(
         self, record: type[Record] | None = None, key: bytes | None = None
     ) -> Iterator[Event[object]]:
-        """The events one by one; data is a record (of this class, if given), JSON or bytes.
+        """Yield the events one by one; data is a record (of this class, if given), JSON or bytes.
 
-        With a `key`, only the events that have it; the others are not even decoded.
+        With `key`, yield only the events with that key; the others are not even decoded.
         """
         if key is None:
             yield from self._events(record)
@@ -272,7 +274,7 @@ class Batch:
         mask = pc.equal(keys_of(self._stored), key)
         rows = pc.indices_nonzero(mask.fill_null(False))
         if len(rows):
-            stored, offsets = numbered(self._stored).take(rows), self.offsets().take(rows)
+            stored, offsets = add_numbers(self._stored).take(rows), self.offsets().take(rows)
             first = offsets[0].as_py()
             chosen = Batch(self.stream, self.partition, first, stored, self.runs, offsets)
             yield from chosen._events(record)
@@ -287,9 +289,17 @@ class Batch:
         name = str(self.stream.name)
         for offset, value, key, time, id_, type_, source, headers in rows:
             yield Event(
-                data=value, key=key, time=time, id=id_, type=type_, source=source,
-                headers=headers or {}, stream=name, partition=self.partition, offset=offset,
-            )  # fmt: skip
+                data=value,
+                key=key,
+                time=time,
+                id=id_,
+                type=type_,
+                source=source,
+                headers=headers or {},
+                stream=name,
+                partition=self.partition,
+                offset=offset,
+            )
 
     def values(self, record: type[Record] | None = None) -> list[object]:
         """The data of the events: records (of this class, if given), JSON or bytes."""
@@ -303,7 +313,7 @@ class Batch:
         codec = codec_of(record) if record else codec_of_schema(schema)
         if not self.stream.spec.table:
             return list(codec.from_arrow(data))
-        deleted = self._deleted()
+        deleted = self._deletions()
         if not pc.any(deleted).as_py():
             return list(codec.from_arrow(data))
         kept = iter(codec.from_arrow(data.filter(pc.invert(deleted))))
@@ -322,8 +332,8 @@ def _times_fit(stored: pa.RecordBatch, record: Schema | None) -> bool:
     return True
 
 
-def unified(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """The batches with the columns of all of them; one that lacks a column has nulls there."""
+def unify_columns(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """The batches, each with the columns of all of them; missing columns are filled with nulls."""
     fields: dict[str, pa.Field] = {}
     for batch in batches:
         for field in batch.schema:
@@ -346,12 +356,12 @@ def unified(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
 
 
 def in_order_of_commit(batches: Sequence[Batch], made: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """What was made of each batch as one, its rows in the order of their commits.
+    """Combine what was made from each batch into one, with rows in the order of their commits.
 
-    Within a commit they stay as they are given; where commits have no order, all of them do.
+    Within a commit rows keep their order; if commits have no order, all rows do.
     """
     alike = all(batch.schema.equals(made[0].schema) for batch in made)
-    whole = pa.concat_batches(made if alike else unified(made))
+    whole = pa.concat_batches(made if alike else unify_columns(made))
     if len(batches) < 2 or not batches[0].commit:
         return whole
     numbers = pa.concat_arrays([batch.commits() for batch in batches])
@@ -363,7 +373,7 @@ def _as_field(fields: dict[str, pa.Field], name: str, array: pa.Array) -> pa.Fie
 
 
 def _upgrade(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """An older version's columns as the present version has them."""
+    """Convert an older version's columns to the current version."""
     if batch.schema.equals(schema):
         return batch
     arrays = []
@@ -378,7 +388,7 @@ def _upgrade(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def stream_columns(stream: Stream) -> pa.Schema:
-    """Data and envelope columns of a stream, in Arrow's types."""
+    """Data and envelope columns of a stream, as an Arrow schema."""
     if stream.record is None:
         kind = pa.binary() if stream.spec.content == "bytes" else pa.string()
         data = pa.schema([pa.field(DATA, kind, nullable=stream.spec.table)])
@@ -408,7 +418,7 @@ def json_row(event: Event[object]) -> dict[str, JsonValue]:
 
 
 def json_key(key: bytes) -> JsonValue:
-    """A key as text, or as base64 where it is none."""
+    """A key as text, or as base64 if it is not valid UTF-8."""
     try:
         return key.decode()
     except UnicodeDecodeError:
@@ -416,7 +426,7 @@ def json_key(key: bytes) -> JsonValue:
 
 
 def json_data(data: object) -> JsonValue:
-    """Data as JSON; sets in order, so that two outputs can be compared."""
+    """Data as JSON; sets are sorted, so that two outputs can be compared."""
     ordered = isinstance(data, Record | set)
     order: Literal["deterministic"] | None = "deterministic" if ordered else None
     shown: JsonValue = msgspec.to_builtins(data, order=order)
@@ -425,3 +435,15 @@ def json_data(data: object) -> JsonValue:
 
 def _iso(time: dt.datetime) -> str:
     return time.isoformat().replace("+00:00", "Z")
+
+
+def documents_of(stream: Stream, batch: pa.RecordBatch) -> pa.Array:
+    """The document of each row, as bytes; null for a deleted entry."""
+    plain = data_columns(batch)
+    if stream.record is None:
+        documents = plain.column(DATA).cast(pa.binary())
+    else:
+        documents = to_documents(plain, stream.record)
+    if DELETED not in batch.schema.names:
+        return documents
+    return pc.if_else(batch.column(DELETED), pa.scalar(None, pa.binary()), documents)

@@ -1,4 +1,4 @@
-"""Catalogue files: namespaces, records and streams declared in TOML, and the plan to get there.
+"""Catalogue files: namespaces, records and streams declared in TOML, and plans to apply them.
 
     [namespaces.shop]
 
@@ -13,8 +13,8 @@
     partitions = 4
     retention = "30 days"
 
-Errors name the file and the line. A file owns the streams it created: what is no longer in
-it is dropped, which counts as destructive.
+Errors name the file and the line. A file owns the streams it created: a stream that is no longer
+in it is dropped, which counts as destructive.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import msgspec
 
 from penstock.errors import CatalogueError, PenstockError, RecordError, UsageError
 from penstock.log.api import Log
-from penstock.log.names import StreamName, parse_stream
-from penstock.log.objects import (
+from penstock.log.declaring.names import StreamName, parse_stream
+from penstock.log.declaring.objects import (
     AlterStream,
     Change,
     CreateNamespace,
@@ -48,7 +48,7 @@ from penstock.log.objects import (
     describe_change,
     is_destructive,
 )
-from penstock.log.quantities import parse_bytes, parse_duration_ms
+from penstock.log.declaring.quantities import parse_bytes, parse_duration_ms
 from penstock.records.schema import (
     Field,
     Record,
@@ -61,12 +61,22 @@ from penstock.records.schema import (
 T = TypeVar("T")
 Path_ = tuple[str, ...]
 PARTITIONS_ANY = 2**31
-"""The log's own limit is looked at when the plan is made."""
+"""The log's own limit is checked when the plan is made."""
 _SECTIONS = ("catalogue", "defaults", "namespaces", "records", "streams")
 _SETTINGS = (
-    "record", "content", "key", "time", "partitions", "replication", "retention",
-    "retention_bytes", "ids", "acks", "table",
-)  # fmt: skip
+    "record",
+    "content",
+    "key",
+    "time",
+    "partitions",
+    "replication",
+    "retention",
+    "retention_bytes",
+    "ids",
+    "acks",
+    "table",
+    "writer",
+)
 _DEFAULTS = ("partitions", "replication", "retention", "retention_bytes", "acks")
 
 
@@ -80,7 +90,7 @@ class Catalogue(msgspec.Struct, frozen=True):
     lines: Mapping[str, int]
 
 
-class Step(msgspec.Struct, frozen=True):
+class PlanStep(msgspec.Struct, frozen=True):
     """One change of a plan, in words, and whether it destroys data."""
 
     change: Change
@@ -119,28 +129,30 @@ class _Loader:
         self._records: dict[str, Schema] = {}
 
     def load(self) -> Catalogue:
-        self._known((), self._tree, _SECTIONS)
+        self._check_names((), self._tree, _SECTIONS)
         name = self._tree.get("catalogue", self._path.stem)
         if not isinstance(name, str) or not name:
-            raise self._wrong(("catalogue",), "the catalogue's name is text")
+            raise self._wrong(("catalogue",), "the catalogue's name must be a string")
         namespaces = tuple(self._section("namespaces"))
         for namespace in namespaces:
             where = ("namespaces", namespace)
-            self._checked(where, lambda n=namespace: check_namespace_name(n))  # type: ignore[misc]
-            self._known(where, self._table(where, self._section("namespaces")[namespace]), ())
+            self._run_at(where, lambda n=namespace: check_namespace_name(n))  # type: ignore[misc]
+            self._check_names(where, self._table(where, self._section("namespaces")[namespace]), ())
         self._load_records()
         self._check_defaults()
         streams = tuple(self._stream(n, body, name) for n, body in self._section("streams").items())
         self._check_different(streams)
-        lines = {spec.name: self._line(("streams", key)) for spec, key in
-                 zip(streams, self._section("streams"), strict=True)}  # fmt: skip
+        lines = {
+            spec.name: self._line(("streams", key))
+            for spec, key in zip(streams, self._section("streams"), strict=True)
+        }
         return Catalogue(str(self._path), name, namespaces, streams, lines)
 
     def _check_different(self, streams: Sequence[StreamSpec]) -> None:
         seen: set[str] = set()
         for spec, key in zip(streams, self._section("streams"), strict=True):
             if spec.name in seen:
-                raise self._wrong(("streams", key), f"the stream {spec.name} is declared twice")
+                raise self._wrong(("streams", key), f"stream {spec.name} is declared twice")
             seen.add(spec.name)
 
     def _section(self, name: str) -> Mapping[str, object]:
@@ -156,10 +168,10 @@ class _Loader:
             self._load_record(name, ())
 
     def _load_record(self, name: str, outer: Path_) -> Schema:
-        """A record, after those that its fields name, in whatever order they are written."""
+        """Load a record, after the records that its fields name, whatever their order."""
         where = ("records", name)
         if name in outer:
-            raise self._wrong(where, f"the record {name} contains itself")
+            raise self._wrong(where, f"record {name} contains itself")
         if name in self._records:
             return self._records[name]
         body = self._table(where, self._section("records")[name])
@@ -167,36 +179,36 @@ class _Loader:
         for field, text in body.items():
             at = (*where, field)
             if not isinstance(text, str):
-                raise self._wrong(at, f"the type of {name}.{field} is text, such as 'str'")
+                raise self._wrong(at, f"the type of {name}.{field} must be a string, such as 'str'")
             for other in set(re.findall(r"\w+", text)) & set(self._section("records")):
                 self._load_record(other, (*outer, name))
-            self._checked(at, lambda f=field: check_field_name(f, name))  # type: ignore[misc]
-            made = self._checked(at, lambda t=text: parse_type(t, self._records))  # type: ignore[misc]
+            self._run_at(at, lambda f=field: check_field_name(f, name))  # type: ignore[misc]
+            made = self._run_at(at, lambda t=text: parse_type(t, self._records))  # type: ignore[misc]
             fields.append(Field(field, made))
         if not fields:
-            raise self._wrong(where, f"the record {name} has no fields")
+            raise self._wrong(where, f"record {name} has no fields")
         self._records[name] = Schema(name, tuple(fields))
         return self._records[name]
 
     def _check_defaults(self) -> None:
         defaults = self._section("defaults")
-        self._known(("defaults",), defaults, _DEFAULTS)
+        self._check_names(("defaults",), defaults, _DEFAULTS)
         for name, value in defaults.items():
-            self._checked(("defaults", name), lambda n=name, v=value: self._setting(n, v))  # type: ignore[misc]
+            self._run_at(("defaults", name), lambda n=name, v=value: self._setting(n, v))  # type: ignore[misc]
 
     def _stream(self, name: str, body: object, origin: str) -> StreamSpec:
         where = ("streams", name)
         settings = dict(self._table(where, body))
-        self._known(where, settings, _SETTINGS)
+        self._check_names(where, settings, _SETTINGS)
         given = {**self._section("defaults"), **settings}
         if settings.get("ids") == "producer" and "partitions" not in settings:
             given.pop("partitions", None)
         values: dict[str, object] = {"name": name, "origin": origin}
         for setting, value in given.items():
             at = (*where, setting) if setting in settings else ("defaults", setting)
-            values.update(self._checked(at, lambda s=setting, v=value: self._setting(s, v)))  # type: ignore[misc]
-        spec = self._checked(where, lambda: msgspec.convert(values, StreamSpec))
-        self._checked(where, lambda: check_writable_by_user(check_spec(spec, PARTITIONS_ANY)))
+            values.update(self._run_at(at, lambda s=setting, v=value: self._setting(s, v)))  # type: ignore[misc]
+        spec = self._run_at(where, lambda: msgspec.convert(values, StreamSpec))
+        self._run_at(where, lambda: check_writable_by_user(check_spec(spec, PARTITIONS_ANY)))
         return msgspec.structs.replace(spec, name=str(parse_stream(name)))
 
     def _setting(self, name: str, value: object) -> dict[str, object]:
@@ -212,26 +224,26 @@ class _Loader:
 
     def _record(self, name: object) -> Schema:
         if not isinstance(name, str):
-            raise UsageError("record is text: a name from [records], or module:Class")
+            raise UsageError("record must be a string: a name from [records], or module:Class")
         if ":" in name:
             return schema_of(import_record(name, self._path.parent))
         if name not in self._records:
             known = ", ".join(self._records) or "none"
             raise UsageError(
-                f"there is no [records.{name}] in this file (there are: {known}); "
-                "a class is written module:Class"
+                f"this file has no [records.{name}] (its records: {known}); to use a class, write "
+                "module:Class"
             )
         return self._records[name]
 
-    def _known(self, where: Path_, found: Mapping[str, object], known: Sequence[str]) -> None:
+    def _check_names(self, where: Path_, found: Mapping[str, object], known: Sequence[str]) -> None:
         for name in found:
             if name not in known:
-                allowed = f"; allowed are {', '.join(known)}" if known else ""
+                allowed = f"; known settings: {', '.join(known)}" if known else ""
                 if where[:1] == ("streams",) and isinstance(found[name], Mapping):
                     allowed = f'; write the stream as [streams."{where[-1]}.{name}"]'
-                raise self._wrong((*where, name), f"{name!r} is not known here{allowed}")
+                raise self._wrong((*where, name), f"{name!r} is not a known setting{allowed}")
 
-    def _checked(self, where: Path_, work: Callable[[], T]) -> T:
+    def _run_at(self, where: Path_, work: Callable[[], T]) -> T:
         try:
             return work()
         except CatalogueError:
@@ -249,7 +261,7 @@ class _Loader:
 
 
 def _lines(text: str) -> Iterator[tuple[Path_, int]]:
-    """The line of every table and key, as far as it stands on a line of its own."""
+    """The line of every table and key that is on a line of its own."""
     table: Path_ = ()
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.split("#")[0].strip() if '"' not in line else line.strip()
@@ -275,11 +287,11 @@ def _path_of(line: str) -> Path_:
 
 
 def import_record(name: str, folder: Path) -> type[Record]:
-    """The record class that `module:Class` names; modules beside the file are found too."""
+    """Import the record class `module:Class`; modules next to the file are found too."""
     module_name, _, class_name = name.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
         raise RecordError(
-            f"{name!r} does not name a class: write MODULE:CLASS, as shop.models:Order"
+            f"{name!r} does not name a class: use MODULE:CLASS, such as shop.models:Order"
         )
     sys.path.insert(0, str(folder.resolve()))
     try:
@@ -290,7 +302,7 @@ def import_record(name: str, folder: Path) -> type[Record]:
         ) from None
     except AttributeError:
         raise RecordError(f"{name}: the module has no {class_name}") from None
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing a module may raise anything
         raise RecordError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
@@ -299,8 +311,8 @@ def import_record(name: str, folder: Path) -> type[Record]:
     return found
 
 
-def make_plan(log: Log, catalogue: Catalogue) -> list[Step]:
-    """The changes that turn the log into what the catalogue says; empty if it is so already.
+def make_plan(log: Log, catalogue: Catalogue) -> list[PlanStep]:
+    """The changes that make the log match the catalogue; empty if it does already.
 
     Raises `CatalogueError` for a change that is not possible, with the line of its stream.
     """
@@ -324,7 +336,7 @@ def make_plan(log: Log, catalogue: Catalogue) -> list[Step]:
         if stream.spec.origin == catalogue.name and stream_name not in declared:
             changes.append((DropStream(str(stream_name)), stream))
     return [
-        Step(change, describe_change(change, stream), is_destructive(change, stream))
+        PlanStep(change, describe_change(change, stream), is_destructive(change, stream))
         for change, stream in changes
     ]
 
@@ -341,7 +353,7 @@ def _stream_changes(spec: StreamSpec, before: Stream | None, origin: str) -> lis
         return [CreateStream(spec)]
     if before.spec.origin not in ("", origin):
         raise UsageError(
-            f"stream {before.name} belongs to the catalogue {before.spec.origin!r}: "
+            f"stream {before.name} belongs to catalogue {before.spec.origin!r}: "
             "change it there, or set `catalogue` to that name here"
         )
     check_alter(before, spec)
@@ -350,6 +362,7 @@ def _stream_changes(spec: StreamSpec, before: Stream | None, origin: str) -> lis
         spec,
         partitions=before.spec.partitions,
         replication=spec.replication or before.spec.replication,
+        writer=spec.writer or before.spec.writer,
     )
     if wanted != before.spec:
         changes.append(AlterStream(wanted))

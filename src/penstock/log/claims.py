@@ -1,12 +1,12 @@
-"""Claims: names that one run at a time has, said in the log.
+"""Claims: names that only one run at a time holds, recorded in the log.
 
-Who runs an app, who coordinates a group: whoever has the claim renews it, and a second one
-stands by until it is given back, its process is gone, or it was not renewed for a lease. A claim
-keeps nobody from writing. Whoever gets one opens the producers that do the work, which fences
-those of whoever had it before.
+A claim says who runs an app, or who coordinates a group. Its holder renews it; others stand by
+until it is released, its process has ended, or it was not renewed for the time of a lease. A claim
+does not itself prevent anyone from writing: its new holder opens the producers that do the work,
+which fences those of the previous holder.
 
-Claims of a scope are records of progress. All who change them do so as one producer, so that two
-cannot do it at once.
+Claims of a scope are records of progress. Everyone changes them under the same producer name, so
+that two cannot do so at the same time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ import msgspec
 
 from penstock.errors import ClaimLostError, FencedError, PenstockError
 from penstock.log.api import Commit, Holder, Log
-from penstock.log.commit import commit_surely, next_sequence
-from penstock.log.processes import Process, this_process
+from penstock.log.writing.commit import commit_surely, next_sequence
+from penstock.processes import Process, this_process
 from penstock.records.event import from_microseconds, now_us
 
 LEASE_S = 15.0
 RENEWALS = 3
 """How often a claim is renewed within its lease."""
 LOOK_S = 0.5
-OLD_S = 300.0
-"""A claim that was renewed so long ago is free at once: no two clocks differ by that much."""
+RELEASE_S = 10.0
+"""How long to wait for a renewal in progress; after that, the claim ends with its lease."""
+CLOCKS_S = 300.0
+"""Clocks are assumed not to differ by this much."""
 PREFIX = "claim/"
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has a name, since when, and how long after its last renewal."""
+    """Who has a name, since when, and for how long after the last renewal."""
 
     run: str
     process: Process
@@ -44,8 +46,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
 
     def is_surely_over(self) -> bool:
-        """Whether its process is gone, or it was not renewed for very long."""
-        return now_us() - self.renewed_us > OLD_S * 1e6 or self.process.is_gone()
+        """Whether its process has ended, or its lease expired long ago by any clock."""
+        age_s = (now_us() - self.renewed_us) / 1e6
+        return age_s > self.lease_s + CLOCKS_S or self.process.is_gone()
 
     def __str__(self) -> str:
         since = from_microseconds(self.since_us).isoformat(sep=" ", timespec="seconds")
@@ -53,7 +56,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def who_has(log: Log, scope: str, names: Sequence[str]) -> dict[str, Claim]:
-    """Those of some names that somebody has, or had until a moment ago."""
+    """The claims on those of the names that someone has, or had until a moment ago."""
     found = log.progress_items(f"{PREFIX}{scope}/")
     claims = {
         name: msgspec.json.decode(found[key], type=Claim)
@@ -64,10 +67,12 @@ def who_has(log: Log, scope: str, names: Sequence[str]) -> dict[str, Claim]:
 
 
 class Claims:
-    """Some names of a scope, claimed by this run. For one thread, beside which it renews them.
+    """Names of a scope, claimed by this run and renewed by a background thread.
 
-    `producer` is the name under which claims of the scope are changed; what only whoever has a
-    claim may do once can be committed under it too, after `check`.
+    One thread acquires and releases; any thread may call `check`.
+
+    `producer` is the name under which claims of the scope are changed. After `check`, a holder can
+    also use it to commit what only the holder of a claim may do, and only once.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class Claims:
         self._tell_lost: Callable[[ClaimLostError], None] = lambda error: None
         self._since_us = 0
         self._seen: dict[str, tuple[Claim, float]] = {}
-        """Claims of others, and since when, by this process's own clock, they stand so."""
+        """Claims of others, and since when, by this process's clock, they have been unchanged."""
         self._holder: Holder | None = None
         self._sequence = 0
         self._lock = threading.Lock()
@@ -105,15 +110,15 @@ class Claims:
         *,
         take_over: bool = False,
     ) -> bool:
-        """Wait until all names are free, and have them; `False` if `stop` was set before.
+        """Wait until all names are free, and claim them; `False` if `stop` was set before that.
 
-        `tell` hears who has which, whenever that changes. With `take_over` nobody is waited for. A
-        log that cannot be reached for a while is waited for like anybody else.
+        `tell` is called with the holders whenever they change. With `take_over`, the names are
+        claimed without waiting. A log that is unreachable for a while is waited for as well.
         """
         told: set[str] = set()
         while not stop.is_set():
             try:
-                others = {} if take_over else self._others(self._found())
+                others = {} if take_over else self._others(self._read())
                 if not others and self._take(take_over=take_over):
                     self._thread = threading.Thread(target=self._keep, name="claims", daemon=True)
                     self._thread.start()
@@ -129,8 +134,8 @@ class Claims:
             stop.wait(LOOK_S)
         return False
 
-    def _found(self) -> dict[str, Claim]:
-        """Who has which name, as the log says."""
+    def _read(self) -> dict[str, Claim]:
+        """Who has which name, according to the log."""
         found = self._log.progress_items(f"{PREFIX}{self._scope}/")
         return {
             name: msgspec.json.decode(found[key], type=Claim)
@@ -139,7 +144,7 @@ class Claims:
         }
 
     def _others(self, found: Mapping[str, Claim]) -> dict[str, Claim]:
-        """Claims that somebody else may still have."""
+        """Claims that someone else may still have."""
         now = time.monotonic()
         others: dict[str, Claim] = {}
         for name, claim in found.items():
@@ -152,13 +157,13 @@ class Claims:
         return others
 
     def _take(self, *, take_over: bool) -> bool:
-        """Claim all names, unless somebody else was quicker."""
+        """Claim all names, unless someone else was faster."""
         try:
-            self._hold()
-            if not take_over and self._others(self._found()):
+            holder = self._hold()
+            if not take_over and self._others(self._read()):
                 return False
             self._since_us = now_us()
-            self._save()
+            self._save(holder)
         except FencedError:
             return False
         return True
@@ -166,8 +171,8 @@ class Claims:
     # Keeping
 
     def check(self) -> None:
-        """Raise `ClaimLostError` if somebody else has one of the names now."""
-        found = self._found()
+        """Raise `ClaimLostError` if someone else has one of the names now."""
+        found = self._read()
         for name in self._keys:
             claim = found.get(name)
             if claim is None or claim.run != self.run:
@@ -175,7 +180,7 @@ class Claims:
                 raise ClaimLostError(f"{self._scope}: {name} was taken over: {who} now")
 
     def when_lost(self, tell: Callable[[ClaimLostError], None]) -> None:
-        """Have somebody told, from another thread, once one of the names is somebody else's."""
+        """Call `tell`, from another thread, once someone else has one of the names."""
         with self._lock:
             self._tell_lost = tell
             if self._lost is not None:
@@ -190,36 +195,39 @@ class Claims:
                     self._lost = error
                     self._tell_lost(error)
                 return
-            except PenstockError:
-                continue  # the log cannot be reached: the next one may
+            except Exception:  # noqa: S112  whatever the error, the next renewal may succeed
+                continue
 
     def renew(self) -> None:
-        """Say that this run is still there. Raises `ClaimLostError` if it is not its any more."""
+        """Renew the claims. Raises `ClaimLostError` if this run no longer has them."""
         if self._holder is not None:
             with contextlib.suppress(FencedError):
-                self._save()
+                self._save(self._holder)
                 return
-        self._hold()
+        holder = self._hold()
         self.check()
-        self._save()
+        self._save(holder)
 
     def release(self) -> None:
-        """Give everything back that this run still has."""
+        """Release everything that this run still has."""
         self._over.set()
         if self._thread is None:
             return
-        self._thread.join()
-        with contextlib.suppress(PenstockError):  # it is free when its lease is over
-            self._hold()
-            self.check()
-            self._commit(dict.fromkeys(self._keys.values()))
+        self._thread.join(RELEASE_S)
+        if self._thread.is_alive():  # the log does not answer
+            return
+        with contextlib.suppress(PenstockError):  # it becomes free when its lease expires
+            holder = self._hold()
+            mine = [name for name, claim in self._read().items() if claim.run == self.run]
+            self._commit(holder, {self._keys[name]: None for name in mine})
 
-    def _hold(self) -> None:
-        """From now on nobody else changes claims of the scope."""
-        self._holder = self._log.hold(self._producer)
-        self._sequence = next_sequence(self._log, self._holder.producer)
+    def _hold(self) -> Holder:
+        """Fence everyone else from changing claims of the scope."""
+        holder = self._log.hold(self._producer)
+        self._sequence = next_sequence(self._log, holder.producer)
+        return holder
 
-    def _save(self) -> None:
+    def _save(self, holder: Holder) -> None:
         claim = Claim(
             run=self.run,
             process=this_process(),
@@ -227,10 +235,9 @@ class Claims:
             renewed_us=now_us(),
             lease_s=self._lease_s,
         )
-        self._commit(dict.fromkeys(self._keys.values(), msgspec.json.encode(claim)))
+        self._commit(holder, dict.fromkeys(self._keys.values(), msgspec.json.encode(claim)))
 
-    def _commit(self, progress: Mapping[str, bytes | None]) -> None:
-        assert self._holder is not None  # noqa: S101  it is held before
-        holder, self._holder = self._holder, None  # after an error it is opened again
+    def _commit(self, holder: Holder, progress: Mapping[str, bytes | None]) -> None:
+        self._holder = None  # after an error it must be opened again
         commit_surely(self._log, holder, self._sequence, Commit(progress=progress))
         self._holder, self._sequence = holder, self._sequence + 1

@@ -6,18 +6,20 @@ offsets, so that a crash in between, or a second call, sends none of them twice.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import msgspec
 
+from penstock.errors import ClosedError, ObjectExistsError
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part
 from penstock.log.batch import Batch
-from penstock.log.commit import next_sequence
-from penstock.log.compose import Composer, EventOptions
-from penstock.log.names import SYSTEM
-from penstock.log.objects import Stream
+from penstock.log.declaring.names import SYSTEM
+from penstock.log.declaring.objects import CreateStream, Stream, declare
+from penstock.log.writing.commit import next_sequence
+from penstock.log.writing.compose import Composer, EventOptions
 from penstock.records.event import Event
 from penstock.records.schema import Record, schema_of
 
@@ -48,6 +50,14 @@ class DeadLetter(Record):
 def dead_name(stream: str) -> str:
     """The stream in which the dead letters of another are."""
     return f"{stream}_dead"
+
+
+def ensure_letters(log: Log, streams: Iterable[str]) -> None:
+    """Make the streams of dead letters that are not there."""
+    known = {str(stream.name) for stream in log.streams()}
+    for name in sorted({dead_name(stream) for stream in streams} - known):
+        with contextlib.suppress(ObjectExistsError):  # somebody else made it just now
+            log.apply([CreateStream(declare(name, DeadLetter))])
 
 
 def letter_streams(log: Log) -> list[Stream]:
@@ -84,7 +94,7 @@ def letters_in(batch: Batch) -> Iterator[Letter]:
         first = event.offset + 1
 
 
-class Sent(msgspec.Struct, frozen=True, array_like=True):
+class SentLetters(msgspec.Struct, frozen=True, array_like=True):
     """A stretch of letters that were sent again, and into which stream."""
 
     first: int
@@ -98,35 +108,35 @@ class SentAgain:
     def __init__(self, log: Log, letters: Stream) -> None:
         self._log = log
         self._letters = letters
-        self._sent: dict[int, list[Sent]] = {}
+        self._sent: dict[int, list[SentLetters]] = {}
 
     def load(self) -> Self:
         """Read what is saved now. Whoever will add to it holds the producer first."""
         for key, value in self._log.progress_items(self._key("")).items():
             partition = int(key.rpartition("/")[2])
-            self._sent[partition] = msgspec.json.decode(value, type=list[Sent])
+            self._sent[partition] = msgspec.json.decode(value, type=list[SentLetters])
         return self
 
-    def find(self, letter: Letter) -> Sent | None:
+    def find(self, letter: Letter) -> SentLetters | None:
         """The stretch in which a letter is; `None` if it was not sent again."""
         sent = self._sent.get(letter.partition, [])
         index = bisect_right(sent, letter.offset, key=lambda one: one.first) - 1
         return sent[index] if index >= 0 and sent[index].last >= letter.offset else None
 
-    def after(self, letters: Sequence[Letter], into: str) -> dict[int, list[Sent]]:
+    def after(self, letters: Sequence[Letter], into: str) -> dict[int, list[SentLetters]]:
         """What it is once these are sent, for the partitions that they are in."""
         first = {p: o.first for p, o in self._log.offsets(str(self._letters.name)).items()}
-        found: dict[int, list[Sent]] = {}
+        found: dict[int, list[SentLetters]] = {}
         for letter in letters:
             before = found.get(letter.partition) or self._sent.get(letter.partition, [])
-            found[letter.partition] = [*before, Sent(letter.first, letter.offset, into)]
-        return {p: _merged(sent, first[p]) for p, sent in found.items()}
+            found[letter.partition] = [*before, SentLetters(letter.first, letter.offset, into)]
+        return {p: _merge(sent, first[p]) for p, sent in found.items()}
 
-    def progress(self, sent: Mapping[int, list[Sent]]) -> dict[str, bytes]:
+    def progress(self, sent: Mapping[int, list[SentLetters]]) -> dict[str, bytes]:
         """The same as it is saved."""
         return {self._key(str(p)): msgspec.json.encode(ranges) for p, ranges in sent.items()}
 
-    def note(self, sent: Mapping[int, list[Sent]]) -> None:
+    def note(self, sent: Mapping[int, list[SentLetters]]) -> None:
         """These are saved."""
         self._sent.update(sent)
 
@@ -134,15 +144,15 @@ class SentAgain:
         return f"dead/{self._letters.id}/{partition}"
 
 
-def _merged(sent: list[Sent], first_kept: int) -> list[Sent]:
+def _merge(sent: list[SentLetters], first_kept: int) -> list[SentLetters]:
     """In order, neighbours as one, without what retention has removed."""
-    found: list[Sent] = []
+    found: list[SentLetters] = []
     for one in sorted(sent, key=lambda one: one.first):
         last = found[-1] if found else None
         if one.last < first_kept:
             continue
         if last is not None and last.into == one.into and last.last + 1 >= one.first:
-            found[-1] = Sent(last.first, max(last.last, one.last), last.into)
+            found[-1] = SentLetters(last.first, max(last.last, one.last), last.into)
         else:
             found.append(one)
     return found
@@ -187,7 +197,8 @@ class Resender:
         self, part: Part, letters: Sequence[Resend], options: CommitOptions = CommitOptions()
     ) -> Committed:
         """Commit them, and that they were sent. Call it again with the same after an error."""
-        assert self._holder is not None  # noqa: S101  open means held
+        if self._holder is None:
+            raise ClosedError("the resender is not open: call open first")
         sent = self.sent.after([one.letter for one in letters], part.stream)
         commit = Commit(parts=[part], progress=self.sent.progress(sent))
         done = self._log.commit(self._holder, self._sequence, commit, options)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from penstock.errors import FencedError
 from penstock.log.api import Commit, Holder, Log
-from penstock.log.compose import Composer, EventOptions
-from penstock.log.names import METRICS
-from penstock.log.objects import Metric
+from penstock.log.declaring.names import METRICS
+from penstock.log.declaring.objects import Metric
+from penstock.log.writing.compose import Composer, EventOptions
 
 
 class MetricWriter:
-    """Appends measurements, and progress with them, under a name that is soon forgotten."""
+    """Appends measurements, and progress with them, under an ephemeral producer name."""
 
     def __init__(self, log: Log, source: str, producer: str) -> None:
         self._log = log
@@ -24,7 +24,7 @@ class MetricWriter:
     def write(
         self, metrics: Sequence[Metric], progress: Mapping[str, bytes | None] | None = None
     ) -> None:
-        """Commit them. Whoever cannot may try again later; nothing must stop for it."""
+        """Commit them. After an error the caller may try again later; nothing must stop for it."""
         if self._holder is None:
             self._holder = self._log.hold(self._producer, ephemeral=True)
         stream = self._log.stream(str(METRICS))

@@ -1,7 +1,7 @@
 """Records as Arrow columns, and back, without loss.
 
-Plain columns go straight through pyarrow; whatever nests or has a Python type of its
-own goes through msgspec's conversion to builtins, which is still one call per column.
+Plain columns are converted by pyarrow directly; nested values and those with a Python type of
+their own go through msgspec's conversion to builtins, which is still one call per column.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.records.schema import (
 
 UTC_MICROSECONDS = pa.timestamp("us", tz="UTC")
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are no JSON, or are nested too deep to be read."""
+"""What decoding raises for bytes that are not JSON, or are nested too deeply to be read."""
 _ARROW: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "int": pa.int64(),
@@ -53,7 +53,7 @@ _ARROW: dict[str, pa.DataType] = {
 }
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _DAY_US = 86_400_000_000
-#: what Python's times can hold in UTC, years 1 to 9999, in the units of the Arrow type
+#: the range of Python's times in UTC, years 1 to 9999, in the units of the Arrow type
 _DAYS = ((dt.date.min - _EPOCH.date()).days, (dt.date.max - _EPOCH.date()).days)
 TIME_US_MIN, TIME_US_MAX = _DAYS[0] * _DAY_US, (_DAYS[1] + 1) * _DAY_US - 1
 _RANGES = {
@@ -69,7 +69,7 @@ OUT_OF_RANGE = "a time outside the years 1 to 9999 in UTC"
 
 
 def is_in_range(time: dt.datetime) -> bool:
-    """Whether a time is one that Python can hold in UTC too, wherever it was written."""
+    """Whether Python can represent a time in UTC as well, whatever its own time zone."""
     return TIME_US_MIN <= (time - _EPOCH) // dt.timedelta(microseconds=1) <= TIME_US_MAX
 
 
@@ -102,9 +102,9 @@ def arrow_schema(schema: Schema) -> pa.Schema:
 
 
 def schema_of_arrow(name: str, columns: pa.Schema) -> Schema:
-    """The record that holds such columns: the inverse of `arrow_schema`, as far as there is one.
+    """The record with such columns: the inverse of `arrow_schema`, as far as there is one.
 
-    Raises `RecordError` naming the column whose type no record has.
+    Raises `RecordError` naming a column whose type no record can have.
     """
     fields = [Field(column.name, _type_of(column, column.name)) for column in columns]
     return Schema(name, tuple(fields))
@@ -140,7 +140,7 @@ def _type_of_arrow(kind: pa.DataType, path: str) -> Type:  # noqa: C901  one cas
         return Schema(name if name.isidentifier() else "Struct", tuple(fields))
     if types_.is_boolean(kind) or types_.is_date32(kind):
         return Scalar("bool" if types_.is_boolean(kind) else "date")
-    raise RecordError(f"the column {path} is {kind}, which no record's field can be: cast it")
+    raise RecordError(f"column {path} is {kind}, which no field of a record can have: cast it")
 
 
 class RecordCodec:
@@ -167,17 +167,17 @@ class RecordCodec:
             if isinstance(info.type, type) and issubclass(info.type, Record)
         }
 
-    def validated(self, value: Record) -> Record:
-        """The value as it will be stored; `RecordError` has the path of what does not fit."""
+    def validate(self, value: Record) -> Record:
+        """The value as it will be stored; `RecordError` has the path of an invalid value."""
         if not isinstance(value, self.record):
             raise RecordError(
-                f"expected a record {self.record.__name__}, got {type(value).__name__}"
+                f"expected a record of class {self.record.__name__}, not {type(value).__name__}"
             )
         try:
             found = self._one.decode(self._pack.encode(value))
         except (*NOT_JSON, msgspec.EncodeError, TypeError, OverflowError, ValueError) as error:
             if isinstance(error, OverflowError):
-                self._check_leaves(value)  # which can name what does not fit
+                self._check_leaves(value)  # which can name the invalid value
             raise RecordError(f"{self.record.__name__}: {error}") from None
         self._check_leaves(found)
         return found
@@ -194,17 +194,17 @@ class RecordCodec:
             raise RecordError(f"{self.record.__name__}: {error}") from None
         except NOT_JSON as error:
             raise RecordError(f"not valid JSON: {error}") from None
-        return self.validated(value)
+        return self.validate(value)
 
     def pack(self, value: Record) -> bytes:
         return self._pack.encode(value)
 
     def unpack(self, data: bytes) -> Record:
-        """The record of packed data, which may be of an older version of its class."""
+        """Unpack a record, which may be of an older version of its class."""
         try:
             return self._one.decode(data)
         except msgspec.ValidationError:
-            # A field was added that has no default here: it is None, also in nested records.
+            # A field without a default was added: it is None, also in nested records.
             filled = msgspec.msgpack.decode(data, type=record_type(self.schema, strict=False))
             return self._one.decode(self._pack.encode(filled))
 
@@ -229,7 +229,7 @@ class RecordCodec:
         return column
 
     def from_arrow(self, batch: pa.RecordBatch) -> list[Record]:
-        """The records of a batch; a field that the batch does not have yet is `None`."""
+        """The records in a batch; a field that the batch does not have yet is `None`."""
         columns = [self._values(batch, field) for field in self.schema.fields]
         make = self.record
         if self._is_positional:
@@ -253,22 +253,22 @@ class RecordCodec:
         return converted
 
     def has_columns(self, struct: pa.DataType) -> bool:
-        """Whether a struct has just the fields of the record."""
+        """Whether a struct has exactly the fields of the record."""
         return bool([field.name for field in struct] == self.arrow.names)
 
 
 def _order(schema: Schema) -> Literal["deterministic"] | None:
-    """How to pack records so that equal ones are equal bytes: sets in order, where that can be."""
+    """The order option for packing, so that equal records give equal bytes: sets are sorted."""
     kinds = list(_parts(schema))
     sortable = all(kind.key == Scalar("str") for kind in kinds if isinstance(kind, DictOf))
     return "deterministic" if sortable and any(isinstance(k, SetOf) for k in kinds) else None
 
 
 def python_values(column: pa.Array) -> list[object]:
-    """A column's values as Python has them: those of `to_pylist`, a good deal sooner.
+    """A column's values as Python objects: the same as `to_pylist`, but much faster.
 
-    Times are made by hand, and each once: pyarrow looks a time zone up for every one. Maps as
-    dicts are asked for only where there can be any: asking is slow.
+    Times are converted here, each distinct one once: pyarrow looks up a time zone for each. Maps
+    as dicts are requested only if there can be any, since that option is slow.
     """
     if column.type == UTC_MICROSECONDS:
         encoded = column.dictionary_encode()
@@ -288,12 +288,12 @@ def codec_of(record: type[Record]) -> RecordCodec:
 
 
 def codec_of_schema(schema: Schema) -> RecordCodec:
-    """A codec for programs that have the schema and not the class."""
+    """A codec for programs that have the schema but not the class."""
     return codec_of(record_type(schema))
 
 
 def nullable(schema: pa.Schema) -> pa.Schema:
-    """The same columns, each of which may be null: what a deleted entry needs."""
+    """The same columns, all nullable, as needed for deleted entries."""
     return pa.schema([field.with_nullable(True) for field in schema])
 
 
@@ -316,7 +316,7 @@ def _conform_column(batch: pa.RecordBatch, field: Field, arrow: pa.Field, record
     index = batch.schema.get_field_index(field.name)
     if index < 0:
         if not arrow.nullable:
-            raise RecordError(f"the column {record}.{field.name} is missing: it is {field.type}")
+            raise RecordError(f"column {record}.{field.name} ({field.type}) is missing")
         return pa.nulls(batch.num_rows, arrow.type)
     column = batch.column(index)
     if column.type != arrow.type:
@@ -326,7 +326,7 @@ def _conform_column(batch: pa.RecordBatch, field: Field, arrow: pa.Field, record
             column = column.cast(arrow.type)
         except (pa.ArrowException, TypeError) as error:
             raise RecordError(
-                f"the column {record}.{field.name} is {batch.schema.field(index).type}, "
+                f"column {record}.{field.name} is {batch.schema.field(index).type}, "
                 f"not {field.type}: {error}"
             ) from None
     check_column(column, field.type, f"{record}.{field.name}")
@@ -373,11 +373,11 @@ def is_alike(given: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 def check_column(column: pa.Array, type_: Type, path: str) -> None:
-    """Raise `RecordError` where a column of the right Arrow type holds what the field may not."""
+    """Raise `RecordError` if a column of the right Arrow type has values that are not allowed."""
     if isinstance(type_, Maybe):
         column, type_ = column.drop_null(), type_.of
     elif column.null_count:
-        raise RecordError(f"the column {path} has nulls; {type_} allows none")
+        raise RecordError(f"column {path} has nulls, which {type_} does not allow")
     check_times(column, type_, path)
     match type_:
         case Choice(values=values):
@@ -388,7 +388,7 @@ def check_column(column: pa.Array, type_: Type, path: str) -> None:
             check_column(column.flatten(), item, f"{path}[]")
         case DictOf(key=key, value=value):
             if any(len(dict(row)) != len(row) for row in column.to_pylist() if row):
-                raise RecordError(f"the column {path} has a key twice in one row")
+                raise RecordError(f"column {path} has the same key twice in one row")
             check_column(column.keys, key, f"{path}.keys")
             check_column(column.items, value, f"{path}[]")
         case Schema(fields=fields):
@@ -397,7 +397,7 @@ def check_column(column: pa.Array, type_: Type, path: str) -> None:
 
 
 def check_times(column: pa.Array, type_: Type, path: str) -> None:
-    """Raise `RecordError` where a time or date is one that Python's own types cannot hold."""
+    """Raise `RecordError` if Python's own types cannot represent a time or date."""
     if not _holds_times(type_):
         return
     match type_:
@@ -408,14 +408,14 @@ def check_times(column: pa.Array, type_: Type, path: str) -> None:
             found = pc.min_max(units).as_py()
             least, most = _RANGES[kind]
             if found["min"] is not None and (found["min"] < least or found["max"] > most):
-                raise RecordError(f"{path} holds {OUT_OF_RANGE}")
+                raise RecordError(f"{path} contains {OUT_OF_RANGE}")
         case ListOf(item=item) | SetOf(item=item):
             check_times(column.flatten(), item, f"{path}[]")
         case DictOf():
             try:
                 python_values(column)
             except (OverflowError, ValueError):
-                raise RecordError(f"{path} holds {OUT_OF_RANGE}") from None
+                raise RecordError(f"{path} contains {OUT_OF_RANGE}") from None
         case Schema(fields=fields):
             for field, inner in zip(fields, column.flatten(), strict=True):
                 check_times(inner, field.type, f"{path}.{field.name}")
@@ -424,11 +424,11 @@ def check_times(column: pa.Array, type_: Type, path: str) -> None:
 def _check_all(column: pa.Array, fits: pa.Array, type_: Type, path: str) -> None:
     if pc.any(pc.invert(fits)).as_py():
         value = column.filter(pc.invert(fits))[0].as_py()
-        raise RecordError(f"the column {path} holds {value!r}, which is not {type_}")
+        raise RecordError(f"column {path} contains {value!r}, which is not {type_}")
 
 
 def _is_plain(type_: Type) -> bool:
-    """Whether pyarrow converts values of the type by itself, both ways."""
+    """Whether pyarrow converts values of the type by itself, in both directions."""
     inner = type_.of if isinstance(type_, Maybe) else type_
     return isinstance(inner, Digits) or (isinstance(inner, Scalar) and inner.kind != "uuid")
 
@@ -447,19 +447,19 @@ def _parts(type_: Type) -> Iterable[Type]:
 
 
 def _check_leaf(leaf: object, type_: Type, path: str) -> None:
-    """Refuse what Arrow would change or not take: no zone, a Decimal cut short, a huge integer."""
+    """Refuse values that Arrow would change or reject: no zone, lost digits, a huge integer."""
     if isinstance(leaf, int) and not INT_MIN <= leaf <= INT_MAX:
-        raise RecordError(f"{path}: {leaf} does not fit 64 bits")
+        raise RecordError(f"{path}: {leaf} does not fit into 64 bits")
     if isinstance(type_, Digits):
         try:
             pa.scalar(leaf, arrow_type(type_))
         except (pa.ArrowException, OverflowError):
-            raise RecordError(f"{path}: {leaf} does not fit {type_}") from None
+            raise RecordError(f"{path}: {leaf} does not fit into {type_}") from None
     elif isinstance(leaf, dt.datetime):
         if leaf.tzinfo is None:
             raise RecordError(
-                f"{path}: {leaf.isoformat()} has no time zone; use datetime.now(UTC), or declare "
-                "the field as Annotated[datetime, msgspec.Meta(tz=False)] to keep it without"
+                f"{path}: {leaf.isoformat()} has no time zone: use datetime.now(UTC), or declare "
+                "the field as Annotated[datetime, msgspec.Meta(tz=False)] to store times without"
             )
         if not is_in_range(leaf):
             raise RecordError(f"{path}: {leaf.isoformat()} is {OUT_OF_RANGE}")

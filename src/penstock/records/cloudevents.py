@@ -1,7 +1,7 @@
 """CloudEvents 1.0, in and out: structured, batched and binary forms as plain data.
 
-The bindings for HTTP and Kafka put these into requests and messages. The key travels as
-the extension `partitionkey` (or `partitionkeybase64` where it is not text); headers are
+The bindings for HTTP and Kafka put these into requests and messages. The key is sent as
+the extension `partitionkey` (or `partitionkeybase64` if it is not text); headers are
 extension attributes, so their names are limited to what CloudEvents allows.
 """
 
@@ -39,15 +39,15 @@ def check_header(name: str, value: str) -> None:
     """Raise `RecordError` unless the header can be a CloudEvents attribute."""
     if not _NAME.fullmatch(name) or len(name) > HEADER_CHARS_MAX or name in _RESERVED:
         raise RecordError(
-            f"{name!r} is not a header name: use 1 to {HEADER_CHARS_MAX} lower-case letters and "
-            f"digits, and none of {', '.join(sorted(_RESERVED))}"
+            f"{name!r} is not a valid header name: use 1 to {HEADER_CHARS_MAX} lower-case letters "
+            f"and digits, but none of {', '.join(sorted(_RESERVED))}"
         )
     if not isinstance(value, str):
-        raise RecordError(f"the header {name} is {type(value).__name__}: a header's value is text")
+        raise RecordError(f"header {name} must be a string, not {type(value).__name__}")
 
 
 def to_structured(event: Event[Data]) -> dict[str, JsonValue]:
-    """The JSON object of the structured form."""
+    """The event as a JSON object in structured mode."""
     body: dict[str, JsonValue] = {"specversion": SPEC_VERSION, **_attributes(event)}
     if isinstance(event.data, bytes):
         body.setdefault("datacontenttype", BINARY)
@@ -59,14 +59,14 @@ def to_structured(event: Event[Data]) -> dict[str, JsonValue]:
 
 
 def from_structured(body: object) -> Event[Data]:
-    """The event of a structured JSON object; `RecordError` names what is missing or wrong."""
+    """The event in a structured JSON object; `RecordError` names what is missing or wrong."""
     if not isinstance(body, Mapping):
-        raise RecordError("a CloudEvent is a JSON object")
+        raise RecordError("a CloudEvent must be a JSON object")
     attributes = {k: v for k, v in body.items() if k not in ("data", "data_base64")}
     data: Data = body.get("data")
     if "data_base64" in body:
         if "data" in body:
-            raise RecordError("a CloudEvent has data or data_base64, not both")
+            raise RecordError("a CloudEvent may have data or data_base64, not both")
         data = _from_base64(body["data_base64"], "data_base64")
     return _event(attributes, data)
 
@@ -77,12 +77,12 @@ def to_batched(events: Iterable[Event[Data]]) -> list[dict[str, JsonValue]]:
 
 def from_batched(body: object) -> list[Event[Data]]:
     if not isinstance(body, list):
-        raise RecordError("a batch of CloudEvents is a JSON array")
+        raise RecordError("a batch of CloudEvents must be a JSON array")
     return [from_structured(item) for item in body]
 
 
 def to_binary(event: Event[Data]) -> tuple[dict[str, str], bytes | None]:
-    """Attributes (without a prefix such as `ce-` or `ce_`) and the body of the binary form."""
+    """Attributes (without a prefix such as `ce-` or `ce_`) and body in binary mode."""
     attributes = {"specversion": SPEC_VERSION, **_attributes(event)}
     if event.data is None:
         return attributes, None
@@ -94,7 +94,7 @@ def to_binary(event: Event[Data]) -> tuple[dict[str, str], bytes | None]:
 
 
 def from_binary(attributes: Mapping[str, str], body: bytes | None) -> Event[Data]:
-    """The event of binary-mode attributes and body; JSON unless `datacontenttype` differs."""
+    """The event with binary-mode attributes and body; JSON unless `datacontenttype` differs."""
     content = attributes.get("datacontenttype", JSON)
     if body is None or not is_json(content):
         return _event(attributes, body)
@@ -123,10 +123,12 @@ def _attributes(event: Event[Data]) -> dict[str, str]:
 def _event(attributes: Mapping[str, object], data: Data) -> Event[Data]:
     texts = {name: _text(name, value) for name, value in attributes.items()}
     if texts.pop("specversion", None) != SPEC_VERSION:
-        raise RecordError(f"a CloudEvent must say specversion {SPEC_VERSION}")
+        raise RecordError(f"a CloudEvent must have specversion {SPEC_VERSION}")
     for name in ("id", "source", "type"):
         if not texts.get(name):
-            raise RecordError(f"the CloudEvent has no {name}: it is required and not empty")
+            raise RecordError(
+                f"the CloudEvent has no {name}, which is required and must not be empty"
+            )
     key: bytes | None = None
     if _KEY in texts:
         key = texts.pop(_KEY).encode()
@@ -148,7 +150,9 @@ def _text(name: str, value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, str | int):
         return str(value)
-    raise RecordError(f"the CloudEvent's attribute {name} is {type(value).__name__}, not text")
+    raise RecordError(
+        f"the CloudEvent's attribute {name} must be a string, not {type(value).__name__}"
+    )
 
 
 def _time(text: str | None) -> dt.datetime:
@@ -169,4 +173,4 @@ def _from_base64(text: object, name: str) -> bytes:
     try:
         return base64.b64decode(str(text), validate=True)
     except binascii.Error as error:
-        raise RecordError(f"the CloudEvent's {name} is not base64: {error}") from None
+        raise RecordError(f"the CloudEvent's {name} is not valid base64: {error}") from None

@@ -1,7 +1,7 @@
-"""Records as JSON documents, by the column: what travels where others must be able to read it.
+"""Records as JSON documents, converted column by column, for exchange with other programs.
 
-Columns of plain types are turned into text, and back, by Arrow itself; the others go through
-msgspec. Both write and read the same documents.
+Columns of plain types are converted to text, and back, by Arrow itself; others by msgspec. Both
+write and read the same documents.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.records.schema import (
 )
 
 JSON_DEPTH_MAX = 200
-"""How deep JSON may be nested: Python's own limit depends on where it is read."""
+"""How deeply JSON may be nested: Python's own limit depends on where it is read."""
 _NEEDS_ESCAPE = r'["\\\x00-\x1f]'
 _NOT_FINITE = {"nan": '"NaN"', "inf": '"Infinity"', "-inf": '"-Infinity"'}
 _NAMED = re.compile(rb'"(NaN|-?Infinity)"')
@@ -49,7 +49,7 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 _encoder = msgspec.json.Encoder()
 _READ_KINDS = ("bool", "int", "float", "str", "datetime", "naive_datetime", "date", "uuid")
-#: how times are written here; Arrow's reader takes other forms too, which msgspec refuses
+#: how times are written here; Arrow's reader accepts other forms too, which msgspec refuses
 _FORMS = {
     "datetime": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)$",
     "naive_datetime": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?$",
@@ -58,14 +58,14 @@ _FORMS = {
 
 
 class Documents(NamedTuple):
-    """What documents hold: the columns of the good ones, and what is wrong with the others."""
+    """The contents of documents: columns of the valid ones, and what is wrong with the others."""
 
     rows: pa.RecordBatch
     wrong: list[tuple[int, str]]
 
 
 def to_documents(batch: pa.RecordBatch, schema: Schema) -> pa.Array:
-    """One JSON document for each row, as bytes; a field that is not in the batch is left out."""
+    """One JSON document for each row, as bytes; fields that are not in the batch are left out."""
     joined: list[object] = []
     for field in schema.fields:
         index = batch.schema.get_field_index(field.name)
@@ -88,35 +88,36 @@ def _texts(column: pa.Array, type_: Type) -> pa.Array:
         case Scalar(kind="float"):
             return _numbers(column)
         case Scalar(kind="datetime"):
-            return _quoted(_moments(column), "Z")
+            return _quote(_moments(column), "Z")
         case Scalar(kind="naive_datetime"):
-            return _quoted(_moments(column))
+            return _quote(_moments(column))
         case Scalar(kind="date"):
-            return _quoted(column.cast(pa.string()))
+            return _quote(column.cast(pa.string()))
         case Digits():
-            return _quoted(column.cast(pa.string()))
+            return _quote(column.cast(pa.string()))
         case Scalar(kind="str" | "uuid") | Choice():
             if not pc.any(pc.match_substring_regex(column, _NEEDS_ESCAPE)).as_py():
-                return _quoted(column)
+                return _quote(column)
     made = [
-        None if value is None else _encoder.encode(_named(value)) for value in python_values(column)
+        None if value is None else _encoder.encode(_name_numbers(value))
+        for value in python_values(column)
     ]
     return pa.array(made, pa.binary()).cast(pa.string())
 
 
-def _named(value: object) -> object:
-    """A value in which every number that JSON does not have is its name."""
+def _name_numbers(value: object) -> object:
+    """A value in which every number that JSON cannot represent is replaced by its name."""
     match value:
         case float() if not math.isfinite(value):
             return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         case dict():
-            return {key: _named(inner) for key, inner in value.items()}
+            return {key: _name_numbers(inner) for key, inner in value.items()}
         case list():
-            return [_named(inner) for inner in value]
+            return [_name_numbers(inner) for inner in value]
     return value
 
 
-def _quoted(texts: pa.Array, suffix: str = "") -> pa.Array:
+def _quote(texts: pa.Array, suffix: str = "") -> pa.Array:
     return pc.binary_join_element_wise('"', texts, f'{suffix}"', "")
 
 
@@ -135,9 +136,9 @@ def _numbers(column: pa.Array) -> pa.Array:
 
 
 def from_documents(values: Sequence[bytes | None], schema: Schema) -> Documents:
-    """The columns of documents. Those that are no such record are left out, and told of.
+    """The columns of documents. Documents that are not valid records are left out and reported.
 
-    A `None` is a row of nulls: an entry that was deleted.
+    A `None` becomes a row of nulls: a deleted entry.
     """
     if None not in values:
         rows = _by_column(cast(Sequence[bytes], values), schema) if _is_plain(schema) else None
@@ -150,7 +151,7 @@ def from_documents(values: Sequence[bytes | None], schema: Schema) -> Documents:
 
 @functools.cache
 def _is_plain(schema: Schema) -> bool:
-    """Whether Arrow's own reader understands every field as msgspec does."""
+    """Whether Arrow's own reader interprets every field as msgspec does."""
     kinds = [f.type.of if isinstance(f.type, Maybe) else f.type for f in schema.fields]
     return all(
         isinstance(kind, Choice) or (isinstance(kind, Scalar) and kind.kind in _READ_KINDS)
@@ -159,7 +160,7 @@ def _is_plain(schema: Schema) -> bool:
 
 
 def _by_column(values: Sequence[bytes], schema: Schema) -> pa.RecordBatch | None:
-    """What Arrow's reader makes of them; `None` where it is not sure."""
+    """The documents as read by Arrow; `None` if that may not be reliable."""
     if not (_are_flat(values) or (_start_alike(values) and _are_separate(values))):
         return None
     wanted = arrow_schema(schema)
@@ -184,9 +185,9 @@ def _by_column(values: Sequence[bytes], schema: Schema) -> pa.RecordBatch | None
 
 
 def _are_flat(values: Sequence[bytes]) -> bool:
-    """Whether each is one object or nothing at all, because no brace is anywhere inside.
+    """Whether each is a single object, or not valid at all, since there are no inner braces.
 
-    A quick look: what is not flat may still be right.
+    A quick check: documents that are not flat may still be valid.
     """
     column = pa.array(values, pa.binary())
     return bool(
@@ -199,14 +200,14 @@ def _are_flat(values: Sequence[bytes]) -> bool:
 
 
 def _start_alike(values: Sequence[bytes]) -> bool:
-    """Arrow's reader does not survive a bare null."""
+    """Whether all documents start with a brace: Arrow's reader crashes on a bare null."""
     return all(value.startswith(b"{") for value in values)
 
 
 def _are_separate(values: Sequence[bytes]) -> bool:
-    """Whether each is JSON by itself: the broken end of one may be mended by the next.
+    """Whether each is JSON by itself: two invalid ones may be valid when joined.
 
-    What may be nested too deep is not looked into here.
+    Documents that may be nested too deeply are not examined here.
     """
     if any(map(_may_be_deep, values)):
         return False
@@ -221,11 +222,13 @@ def _are_separate(values: Sequence[bytes]) -> bool:
 
 @functools.cache
 def _with_text(schema: Schema) -> pa.Schema:
-    """The columns to read, times as text."""
-    return pa.schema([
-        pa.field(field.name, pa.string() if _form_of(field.type) else column.type)
-        for field, column in zip(schema.fields, arrow_schema(schema), strict=True)
-    ])  # fmt: skip
+    """The columns to read, with times as text."""
+    return pa.schema(
+        [
+            pa.field(field.name, pa.string() if _form_of(field.type) else column.type)
+            for field, column in zip(schema.fields, arrow_schema(schema), strict=True)
+        ]
+    )
 
 
 def _form_of(type_: Type) -> str | None:
@@ -234,12 +237,12 @@ def _form_of(type_: Type) -> str | None:
 
 
 def _read(column: pa.Array, type_: Type) -> pa.Array:
-    """A column that was read; raises `RecordError` for a time that is not in its form."""
+    """Convert a column that was read. Raises `RecordError` if a time is not in its usual form."""
     form = _form_of(type_)
     if form is None:
         return column
     if pc.any(pc.invert(pc.match_substring_regex(column, form))).as_py():
-        raise RecordError("a time is written in another way")
+        raise RecordError("a time is not in the expected format")
     return column.cast(arrow_type(type_))
 
 
@@ -262,7 +265,7 @@ def _one_by_one(values: Sequence[bytes | None], schema: Schema) -> Documents:
     wrong: list[tuple[int, str]] = []
     for row, value in enumerate(values):
         try:
-            # Only the lenient one knows the names of what is no number.
+            # Only the lenient decoder knows names such as NaN.
             decoder = lenient if value and _NAMED.search(value) else exact
             check_depth(value or b"")
             found.append((row, None if value is None else decoder.decode(value)))
@@ -278,7 +281,7 @@ def _one_by_one(values: Sequence[bytes | None], schema: Schema) -> Documents:
 def _that_fit(
     codec: RecordCodec, found: Sequence[tuple[int, Record | None]]
 ) -> tuple[list[Record | None], list[tuple[int, str]]]:
-    """Records whose values Arrow can hold, and what is wrong with the others."""
+    """Records whose values Arrow can represent, and what is wrong with the others."""
     fitting: list[Record | None] = []
     wrong: list[tuple[int, str]] = []
     for row, record in found:
@@ -292,13 +295,13 @@ def _that_fit(
 
 @functools.cache
 def _decoder(schema: Schema) -> msgspec.json.Decoder[list[Record]]:
-    """Of many documents at once; a field that was added later is `None` in older ones."""
+    """A decoder of many documents at once; a field added later is `None` in older ones."""
     kind = types.GenericAlias(list, (record_type(schema, strict=False),))
     return cast(msgspec.json.Decoder[list[Record]], msgspec.json.Decoder(kind))
 
 
 def not_json(values: Sequence[bytes | None]) -> list[tuple[int, str]]:
-    """Which of these are no JSON texts, and why; a `None` is let pass."""
+    """Which of these are not valid JSON, and why; `None` is accepted."""
     if _are_json([value for value in values if value is not None]):
         return []
     return [(row, why) for row, value in enumerate(values) if (why := _why_no_json(value))]
@@ -324,14 +327,14 @@ def _why_no_json(value: bytes | None) -> str:
 
 
 def check_depth(text: bytes) -> None:
-    """Raise `msgspec.DecodeError` where JSON is nested deeper than every reader can follow."""
+    """Raise `msgspec.DecodeError` if JSON is nested too deeply for some readers."""
     if not _may_be_deep(text):
         return
     depth = 0
     for bracket in _BRACKET.findall(_STRING.sub(b"", text)):
         depth += 1 if bracket in b"[{" else -1
         if depth > JSON_DEPTH_MAX:
-            raise msgspec.DecodeError(f"it is nested more than {JSON_DEPTH_MAX} deep")
+            raise msgspec.DecodeError(f"it is nested more than {JSON_DEPTH_MAX} levels deep")
 
 
 def _may_be_deep(text: bytes) -> bool:

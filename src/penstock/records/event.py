@@ -1,8 +1,8 @@
 """Events: a record with its envelope, one at a time (`Event`) or as Arrow columns.
 
-A stored batch holds the data columns and only those envelope columns that differ from
-row to row. What is the same for the whole batch, or follows from a data column, is noted
-once in the batch's metadata (`Stamp`) and made into a column when somebody asks for it.
+A stored batch contains the data columns and only those envelope columns that differ from row to
+row. Values that are the same for the whole batch, or derived from a data column, are recorded once
+in the batch's metadata (`Stamp`) and made into a column on demand.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T_co = TypeVar("T_co", covariant=True)
 STAMP = b"penstock.stamp"
 DATA = "data"
 DELETED = "_deleted"
-#: the packed value that a table's entry has after a change, where the change does not hold it
+#: the packed value of a table's entry after a change, if the change does not contain it
 ENTRY = "_entry"
-#: a row's number in the batch that its ids count from, where rows were taken out of it
+#: a row's number in the batch that its ids count from, if rows were removed from it
 NUMBER = "_n"
 ENVELOPE = pa.schema(
     [
@@ -45,12 +45,12 @@ ENVELOPE = pa.schema(
         pa.field("_offset", pa.int64(), nullable=False),
     ]
 )
-#: envelope columns that a writer may give
+#: envelope columns that a writer may set
 GIVEN = ("_key", "_time", "_id", "_type", "_source", "_headers")
 
 
 class Event(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True):
-    """One event as read from a stream; `data` is `None` where a table's entry was deleted."""
+    """One event as read from a stream; `data` is `None` if a table's entry was deleted."""
 
     data: T_co
     id: str
@@ -65,10 +65,10 @@ class Event(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True):
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What all events of a batch share, or how it follows from their data.
+    """Envelope values that all events of a batch share, or how to derive them from the data.
 
     Ids are `prefix-n`, numbered from `id_first`. `key_field` and `time_field` name the data
-    column that is the key or the time. An explicit column goes before the stamp.
+    column that is the key or the time. An explicit column takes precedence over the stamp.
     """
 
     id_prefix: str
@@ -85,13 +85,13 @@ def key_bytes(key: Key | None) -> bytes | None:
     if key is None or isinstance(key, bytes):
         return key
     if isinstance(key, bool) or not isinstance(key, str | int):
-        raise RecordError(
-            f"a key is str, int or bytes, not {type(key).__name__}: pass one of these"
-        )
+        raise RecordError(f"a key must be str, int or bytes, not {type(key).__name__}")
     try:
         return str(key).encode()
     except UnicodeEncodeError:
-        raise RecordError(f"the key {key!r} is not valid Unicode: repair it") from None
+        raise RecordError(
+            f"key {key!r} is not valid Unicode: it contains an unpaired surrogate"
+        ) from None
 
 
 def key_column(column: pa.Array) -> pa.Array:
@@ -105,12 +105,14 @@ def key_column(column: pa.Array) -> pa.Array:
     if pa.types.is_integer(column.type):
         column = column.cast(pa.string())
     if not pa.types.is_string(column.type):
-        raise RecordError(f"a key is str, int or bytes, not {column.type}: choose another column")
+        raise RecordError(
+            f"a key must be str, int or bytes, not {column.type}: choose another column"
+        )
     return column.cast(pa.binary())
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """Where a key lives: the same in every writer, see the contract's promise 7."""
+    """The partition of a key: the same for every writer, see the contract's promise 7."""
     return zlib.crc32(key) % partitions
 
 
@@ -133,14 +135,14 @@ def new_id_prefix() -> str:
 def microseconds(time: dt.datetime) -> int:
     """Microseconds since 1970, exact."""
     if time.tzinfo is None:
-        raise RecordError(f"the time {time.isoformat()} has no time zone; use datetime.now(UTC)")
+        raise RecordError(f"time {time.isoformat()} has no time zone: use datetime.now(UTC)")
     if not is_in_range(time):
         raise RecordError(f"{time.isoformat()} is {OUT_OF_RANGE}")
     return (time - _EPOCH) // _MICROSECOND
 
 
 def now_us() -> int:
-    """Microseconds since 1970, of the clock."""
+    """The current time, in microseconds since 1970."""
     return time.time_ns() // 1000
 
 
@@ -154,7 +156,7 @@ _stamp_encoder = msgspec.json.Encoder()
 _stamp_decoder = msgspec.json.Decoder(Stamp)
 
 
-def stamped(batch: pa.RecordBatch, stamp: Stamp) -> pa.RecordBatch:
+def add_stamp(batch: pa.RecordBatch, stamp: Stamp) -> pa.RecordBatch:
     return batch.replace_schema_metadata({STAMP: _stamp_encoder.encode(stamp)})
 
 
@@ -163,7 +165,7 @@ def stamp_of(batch: pa.RecordBatch) -> Stamp:
 
 
 def data_columns(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Only the record's own columns, without envelope."""
+    """Only the record's own columns, without the envelope."""
     return batch.select([name for name in batch.schema.names if not name.startswith("_")])
 
 
@@ -185,8 +187,8 @@ def first_id(batch: pa.RecordBatch) -> str:
     return f"{stamp.id_prefix}-{stamp.id_first}"
 
 
-def numbered(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same events, each with its number in the batch, so that rows may be taken out of it."""
+def add_numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same events, each with its number in the batch, so that rows can be removed."""
     if "_id" in batch.schema.names or NUMBER in batch.schema.names:
         return batch
     numbers = counting(batch.num_rows).cast(pa.int32())
@@ -194,12 +196,12 @@ def numbered(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def slice_stamped(batch: pa.RecordBatch, start: int, count: int) -> pa.RecordBatch:
-    """Rows of a stamped batch; their ids stay what they were."""
+    """Rows of a stamped batch; their ids do not change."""
     part = batch.slice(start, count)
     if start == 0 or NUMBER in batch.schema.names:
         return part
     stamp = stamp_of(batch)
-    return stamped(part, msgspec.structs.replace(stamp, id_first=stamp.id_first + start))
+    return add_stamp(part, msgspec.structs.replace(stamp, id_first=stamp.id_first + start))
 
 
 def envelope(batch: pa.RecordBatch, names: Sequence[str]) -> dict[str, pa.Array]:
@@ -209,7 +211,7 @@ def envelope(batch: pa.RecordBatch, names: Sequence[str]) -> dict[str, pa.Array]
 
 
 def with_explicit_envelope(batch: pa.RecordBatch, plain: pa.RecordBatch) -> pa.RecordBatch:
-    """The data columns `plain`, with every envelope column of `batch` written out beside them."""
+    """The data columns `plain`, together with every envelope column of `batch`."""
     columns = envelope(batch, GIVEN)
     arrays, fields = list(plain.columns), list(plain.schema)
     for name, column in columns.items():
@@ -263,5 +265,5 @@ def _count_up(rows: int) -> pa.Array:
 
 
 def counting(rows: int) -> pa.Array:
-    """0, 1, 2, … as int64, without making it anew each time."""
+    """0, 1, 2, … as int64, without creating it each time."""
     return _count_up(1 << max(rows - 1, 1).bit_length()).slice(0, rows)

@@ -1,8 +1,8 @@
 """What may change in a stream's record: optional fields may be added, nothing else.
 
-Old events then read as if the new field had always been `None`, and old programs go on
-reading new events, ignoring it. Everything else would give some stored event another
-meaning, so it is refused with the way out.
+Old events then read as if the new field had always been `None`, and old programs continue to read
+new events, ignoring it. Any other change would give some stored event another meaning, so it is
+refused, and the error says what to do instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ def check_evolution(old: Schema, new: Schema) -> None:
     reasons = evolution_reasons(old, new)
     if reasons:
         raise EvolutionError(
-            f"the record {old.name} cannot become the new {new.name}: {'; '.join(reasons)}. "
-            "Only optional fields (`X | None`) may be added; for anything else create a new "
-            "stream and copy the events over"
+            f"record {old.name} cannot be changed to the new {new.name}: {'; '.join(reasons)}. "
+            "Only optional fields (`X | None`) may be added; for any other change, create a new "
+            "stream and copy the events to it"
         )
 
 
 def evolution_reasons(old: Schema, new: Schema) -> list[str]:
-    """Why events written with `old` cannot be read with `new`; nothing if they can."""
+    """Why events written with `old` cannot be read with `new`; empty if they can."""
     return _record_reasons(old, new, new.name)
 
 
@@ -38,7 +38,7 @@ def _record_reasons(old: Schema, new: Schema, path: str) -> list[str]:
             reasons += _type_reasons(field.type, kept.type, where)
     for field in new.fields:
         if old.field(field.name) is None and not isinstance(field.type, Maybe):
-            reasons.append(f"{path}.{field.name} was added and is not optional")
+            reasons.append(f"{path}.{field.name} was added but is not optional")
     return reasons
 
 

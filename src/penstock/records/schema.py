@@ -1,9 +1,8 @@
 """The schema of a record: which types a field may have, and how they nest.
 
-A schema is plain data. It is read off a Python class (`schema_of`), off text in a
-catalogue file (`parse_type`), stored as JSON in the log, and turned back into a
-class (`record_type`) by programs that do not have the original one, such as the
-command line.
+A schema is plain data. It is derived from a Python class (`schema_of`) or parsed from text in a
+catalogue file (`parse_type`), stored as JSON in the log, and turned back into a class
+(`record_type`) by programs that do not have the original one, such as the command line.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Record(msgspec.Struct):
 
 
 class Digits(msgspec.Struct, frozen=True, tag="decimal"):
-    """How many digits a `Decimal` has in all, and how many of them after the point.
+    """How many digits a `Decimal` has in total, and how many of them after the decimal point.
 
     Write `Annotated[Decimal, Digits(10, 2)]`; a bare `Decimal` is `Digits(38, 18)`.
     """
@@ -59,7 +58,7 @@ class Scalar(msgspec.Struct, frozen=True, tag="scalar"):
 class Choice(msgspec.Struct, frozen=True, tag="choice"):
     """One of a few strings or integers: an `Enum` or a `Literal`.
 
-    In order of value, since writing them in another order is no change.
+    Sorted by value, since declaring them in another order is not a change.
     """
 
     values: tuple[str | int, ...]
@@ -149,19 +148,20 @@ def decode(text: bytes | str) -> Schema:
 
 @functools.cache
 def schema_of(record: type[Record]) -> Schema:
-    """The schema of a record class; `RecordError` names the field that cannot be stored."""
+    """The schema of a record class. Raises `RecordError` naming a field that cannot be stored."""
     return _read_class(record, ())
 
 
 def type_of(hint: object, where: str) -> Type:
-    """The type that an annotation means; `RecordError` names `where` if no field can be it."""
+    """The type for an annotation. Raises `RecordError` naming `where` if no field can have it."""
     return _read(hint, where, ())
 
 
 def _read_class(record: type[msgspec.Struct], outer: tuple[type, ...]) -> Schema:
     if record in outer:
         raise RecordError(
-            f"{record.__name__} contains itself: a column cannot; keep the inner one's key instead"
+            f"{record.__name__} contains itself, which columns cannot represent: store the key "
+            "of the inner record instead"
         )
     _check_config(record)
     try:
@@ -171,7 +171,7 @@ def _read_class(record: type[msgspec.Struct], outer: tuple[type, ...]) -> Schema
             f"{record.__name__}: {error}; a record's types must be known where it is declared: "
             "declare them at the top of the module"
         ) from None
-    _settle(record, hints)
+    _keep_types(record, hints)
     fields = []
     for info in msgspec.structs.fields(record):
         where = f"{record.__name__}.{info.name}"
@@ -182,8 +182,8 @@ def _read_class(record: type[msgspec.Struct], outer: tuple[type, ...]) -> Schema
     return Schema(record.__name__, tuple(fields))
 
 
-def _settle(record: type[msgspec.Struct], hints: dict[str, object]) -> None:
-    """Keep the types that annotations name, so that a class that Spark takes to another process
+def _keep_types(record: type[msgspec.Struct], hints: dict[str, object]) -> None:
+    """Keep the types that annotations name, so that a class that Spark sends to another process
     without its module still has them."""
     for part in record.__mro__:
         own = inspect.get_annotations(part)
@@ -195,16 +195,16 @@ def _check_config(record: type[msgspec.Struct]) -> None:
     config = record.__struct_config__
     if config.omit_defaults or config.array_like or config.tag is not None:
         raise RecordError(
-            f"{record.__name__} is declared with omit_defaults, array_like or tag: "
-            "a record stores every field by its name; declare it without"
+            f"{record.__name__} is declared with omit_defaults, array_like or tag, but a record "
+            "stores every field by its name: declare it without these options"
         )
 
 
 def check_field_name(name: str, record: str) -> None:
     if not name.isidentifier() or name.startswith("_"):
         raise RecordError(
-            f"{record} has a field {name!r}: field names are identifiers that do not start "
-            "with an underscore (those are the event's own columns)"
+            f"{record} has a field {name!r}, which is not a valid name: use an identifier that "
+            "does not start with an underscore (such names are the event's own columns)"
         )
 
 
@@ -246,7 +246,7 @@ def _read_generic(hint: object, where: str, outer: tuple[type, ...]) -> Type:
         key = _key(_read(args[0], where, outer), where)
         return DictOf(key, _read(args[1], where, outer))
     raise RecordError(
-        f"{where} has the type {hint!r}, which cannot be stored: use bool, int, float, str, bytes, "
+        f"{where} has type {hint!r}, which cannot be stored: use bool, int, float, str, bytes, "
         "datetime, date, Decimal, UUID, Enum, Literal, X | None, list[X], set[X], dict[K, V] "
         "or another record"
     )
@@ -256,12 +256,14 @@ def _element(type_: Type, where: str) -> Type:
     """Members of sets and keys of dicts must be hashable and present."""
     if isinstance(type_, Scalar | Digits | Choice):
         return type_
-    raise RecordError(f"{where}: a set's members and a dict's keys are single values, not {type_}")
+    raise RecordError(
+        f"{where}: a set's members and a dict's keys must be single values, not {type_}"
+    )
 
 
 def _key(type_: Type, where: str) -> Type:
     if type_ == Scalar("bool"):
-        raise RecordError(f"{where}: JSON has no key that is a bool; use two fields instead")
+        raise RecordError(f"{where}: JSON keys cannot be booleans: use two fields instead")
     return _element(type_, where)
 
 
@@ -271,20 +273,20 @@ def _choice(values: list[object], where: str) -> Choice:
     whole = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
     if values and whole:
         return Choice(tuple(sorted(typing.cast(list[int], values))))
-    raise RecordError(f"{where}: the values of an Enum or Literal must be all str or all int")
+    raise RecordError(f"{where}: the values of an Enum or Literal must all be str or all be int")
 
 
 def record_type(schema: Schema, *, strict: bool = True) -> type[Record]:
-    """A record class made from a schema: same fields, same validation of types.
+    """A record class made from a schema, with the same fields and the same validation of types.
 
-    The same class for the same schema. A `strict` one refuses fields that it does not have: a
-    misspelt one must not get lost.
+    The same schema gives the same class. A `strict` class refuses unknown fields, so that a
+    misspelt one does not get lost.
     """
-    return _made(schema, strict)
+    return _make_class(schema, strict)
 
 
 @functools.cache
-def _made(schema: Schema, strict: bool) -> type[Record]:
+def _make_class(schema: Schema, strict: bool) -> type[Record]:
     fields: list[tuple[str, object] | tuple[str, object, None]] = [
         (field.name, _python(field.type, strict), None)
         if isinstance(field.type, Maybe)
@@ -292,7 +294,7 @@ def _made(schema: Schema, strict: bool) -> type[Record]:
         for field in schema.fields
     ]
     optional = [isinstance(field.type, Maybe) for field in schema.fields]
-    # Fields are given by position where they can be, which makes records of columns sooner.
+    # Fields are positional where possible, which makes creating records from columns faster.
     by_name = optional != sorted(optional)
     made = msgspec.defstruct(
         schema.name, fields, bases=(Record,), kw_only=by_name, forbid_unknown_fields=strict
@@ -317,7 +319,7 @@ def _python(type_: Type, strict: bool) -> object:
         case Maybe(of=of):
             return Union[_python(of, strict), None]  # noqa: UP007  not known before run time
         case Schema():
-            return _made(type_, strict)
+            return _make_class(type_, strict)
 
 
 _WORDS: dict[str, Type] = {
@@ -328,15 +330,15 @@ _WORDS: dict[str, Type] = {
 
 
 def parse_type(text: str, records: typing.Mapping[str, Schema]) -> Type:
-    """A type as Python writes it: `list[str] | None`, `Literal['a', 'b']`, `Decimal(10, 2)`.
+    """Parse a type in Python's notation: `list[str] | None`, `Literal['a', 'b']`, `Decimal(10, 2)`.
 
-    The text is parsed, never evaluated. `records` holds the records it may name.
+    The text is parsed, never evaluated. `records` are the records that it may name.
     """
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
         raise RecordError(
-            f"{text!r} is not a type; write it as in Python: list[str] | None"
+            f"{text!r} is not a type: write it as in Python, for example list[str] | None"
         ) from None
     return _parse(tree, text, records)
 
@@ -373,5 +375,5 @@ def _parse(node: ast.expr, text: str, records: typing.Mapping[str, Schema]) -> T
             return _choice([_constant(e) for e in items], text)
     known = ", ".join([*_WORDS, *records])
     raise RecordError(
-        f"{text!r} is not a type; use {known}, list[X], set[X], dict[K, V], Literal[…] or X | None"
+        f"{text!r} is not a type: use {known}, list[X], set[X], dict[K, V], Literal[…] or X | None"
     )

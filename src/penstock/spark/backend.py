@@ -1,4 +1,4 @@
-"""Spark as what an app runs on."""
+"""Spark as the backend that runs an app."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from penstock.app.definitions import Definition
-from penstock.app.positions import Run
-from penstock.app.query import Clock, Executor, Query, QueryLimits
-from penstock.app.runner import Runnable, changes_for
-from penstock.app.takeover import claimed_groups
-from penstock.app.task import Work
+from penstock.app.declaring.definitions import Definition
+from penstock.app.running.backends import Runnable
+from penstock.app.running.building import claim_groups
+from penstock.app.running.positions import AppRun
+from penstock.app.running.query import Clock, Executor, Query, QueryLimits
+from penstock.app.running.streams import changes_for, own
+from penstock.app.tasks.task import Work
 from penstock.errors import AppError, PenstockError, UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log
@@ -48,22 +49,28 @@ class SparkBackend:
     def executor(self, log: Log, works: Sequence[Work]) -> Executor:
         return SparkExecutor(self._spark, log.url, self._options, works)
 
-    def frames(self, log: Log, run: Run, definition: Definition) -> Runnable:
+    def frames(self, log: Log, run: AppRun, definition: Definition) -> Runnable:
         shape = self._shape(log, definition)
         try:
-            changes = changes_for(log, shape.output)
+            output = own(shape.output, run.app) if shape.output.table else shape.output
+            changes = changes_for(log, output)
         except UsageError as error:
             raise AppError(f"{definition.location}: {error}") from error
         if changes:
             log.apply(changes)
         if shape.is_stateful:
             stateful = StatefulQuery(
-                self._spark, log, self._options, run, shape, self._checkpoints,
+                self._spark,
+                log,
+                self._options,
+                run,
+                shape,
+                self._checkpoints,
                 self._limits.batch_rows_max,
-            )  # fmt: skip
+            )
             stateful.claim()
             return stateful
-        claimed_groups(log, run, [definition])
+        claim_groups(log, run, [definition])
         executor = FrameExecutor(self._spark, log, self._options, run.app, shape)
         return Query(log, run, [definition], executor, limits=self._limits, clock=self._clock)
 

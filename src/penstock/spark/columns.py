@@ -1,4 +1,4 @@
-"""Columns of streams as Spark sees them."""
+"""Columns of streams in Spark's types."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def spark_schema(columns: pa.Schema) -> StructType:
     return from_arrow_schema(columns)
 
 
-def exchanged(schema: StructType) -> pa.Schema:
-    """The Arrow types in which Spark takes columns of this schema from Python."""
+def arrow_schema_of(schema: StructType) -> pa.Schema:
+    """The Arrow types in which Spark accepts columns of this schema from Python."""
     return to_arrow_schema(schema, timezone="UTC", error_on_duplicated_field_names_in_struct=False)
 
 
@@ -37,7 +37,7 @@ def for_spark(batch: Batch, wanted: pa.Schema) -> pa.RecordBatch:
 
 def record_of(name: str, schema: StructType, required: Sequence[str] = ()) -> Schema:
     """The record that rows of such a DataFrame are stored as; `required` are never null."""
-    columns = exchanged(schema)
+    columns = arrow_schema_of(schema)
     fields = [
         field.with_nullable(field.nullable and field.name not in required) for field in columns
     ]

@@ -12,8 +12,8 @@ from pyspark import SparkContext
 from pyspark.core.broadcast import Broadcast
 from pyspark.sql import DataFrame, SparkSession
 
-from penstock.app.step import rows_of
-from penstock.app.task import BatchOrder, Outcome, Work, run_split
+from penstock.app.running.batches import count_rows
+from penstock.app.tasks.task import BatchOrder, Outcome, Work, run_split
 from penstock.errors import SparkGoneError
 from penstock.log import OptionValue
 from penstock.log.api import Log
@@ -21,7 +21,7 @@ from penstock.spark.failures import SPARK_ERRORS, spark_alive, user_failure
 from penstock.spark.frames import (
     Options,
     collect_staged,
-    ordered,
+    give_order,
     read_stream,
     read_table,
     stage_frame,
@@ -37,7 +37,7 @@ _OUTCOME = msgspec.msgpack.Decoder(Outcome)
 
 
 class SparkExecutor:
-    """Ships the works once, the way Spark ships functions; each batch is only its order."""
+    """Sends the works to workers once, as Spark sends functions; for each batch, only its order."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SparkExecutor:
         order = msgspec.msgpack.encode(batch)
         task = functools.partial(_run, self._program, self._works, self._url, self._options, order)
         count = len(batch.splits)
-        # Numbers travel, not splits: the order holds them all.
+        # Only numbers of splits are distributed: the order holds the splits.
         try:
             with spark_alive():
                 told = self._context.parallelize(range(count), count).mapPartitions(task).collect()
@@ -92,8 +92,8 @@ def _run(
 class FrameExecutor:
     """Runs a definition without state as one Spark job per batch: read, transform, stage.
 
-    The function is called once, and its plan used for every batch, unless it has something
-    random in it: Spark chooses seeds when it looks at a function, so it must look again.
+    The function is called once and its plan is used for every batch, unless it is not
+    deterministic: Spark chooses random seeds when it analyzes a function, so it must do so again.
     """
 
     def __init__(
@@ -108,32 +108,37 @@ class FrameExecutor:
         self._plan: DataFrame | None = None
 
     def run(self, batch: BatchOrder) -> list[Outcome]:
-        plan = self._plan if self._plan is not None else self._staged()
+        plan = self._plan if self._plan is not None else self._stage()
         if self._shape.is_deterministic:
             self._plan = plan
         try:
-            with spark_alive(), ordered(self._spark, batch):
-                # A new DataFrame of the same plan: no shuffle of the last batch is taken for this.
+            with spark_alive(), give_order(self._spark, batch):
+                # A new DataFrame of the same plan, so that Spark does not reuse a shuffle of the
+                # last batch.
                 outcomes = collect_staged(plan.select("outcome"))
         except SPARK_ERRORS as error:
             return [Outcome(failure=user_failure(self._shape.definition.name, error))]
-        return [*outcomes, Outcome(rows_in=rows_of(self._log, batch))]
+        return [*outcomes, Outcome(rows_in=count_rows(self._log, batch))]
 
-    def _staged(self) -> DataFrame:
+    def _stage(self) -> DataFrame:
         shape = self._shape
         frames = {}
         for stream in shape.streams:
             frames[stream.name] = read_stream(
-                self._spark, self._log.url, self._options, stream.name, shape.columns[stream.name],
+                self._spark,
+                self._log.url,
+                self._options,
+                stream.name,
+                shape.columns[stream.name],
                 self._tasks,
-            )  # fmt: skip
+            )
         for table in shape.tables:
             columns = shape.columns[table.name]
             frames[table.name] = read_table(
                 self._spark, self._log.url, self._options, table.name, columns
             )
         frames = {name: with_absent(frame, shape.offered[name]) for name, frame in frames.items()}
-        result = shape.prepared(shape.applied(frames))
+        result = shape.add_key(shape.apply(frames))
         return stage_frame(result, self._log.url, self._options, shape.output.name, self._source)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What went wrong in the user's own code, out of what Spark says about it."""
+"""Errors of the user's own code, extracted from the errors that Spark reports."""
 
 from __future__ import annotations
 
@@ -13,49 +13,51 @@ from py4j.protocol import Py4JJavaError, Py4JNetworkError
 from pyspark.errors import PySparkException
 
 import penstock
-from penstock.app.task import Failure, user_traceback
+from penstock.app.tasks.task import Failure, user_traceback
 from penstock.errors import SparkGoneError
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+, in .*$')
-#: where the two packages lie here; elsewhere they are installed, or come in an archive
+#: where the two packages are on this machine; on others they are installed, or in an archive
 _PACKAGES = tuple(str(Path(str(p.__file__)).parent) + "/" for p in (pyspark, penstock))
 _ELSEWHERE = re.compile(r"(/(site|dist)-packages|\.zip)/(pyspark|penstock)/")
 
 
 SPARK_ERRORS = (PySparkException, Py4JJavaError)
-"""What a call of Spark's raises when a job or a plan fails."""
+"""The errors that a call to Spark raises when a job or a plan fails."""
 _DEAD_WORKER = "Python worker exited unexpectedly"
 
 
 @contextlib.contextmanager
 def spark_alive() -> Iterator[None]:
-    """Tell the death of Spark's own process from failures that are worth another try."""
+    """Raise `SparkGoneError` if the Spark process has died, unlike failures worth a retry."""
     try:
         yield
     except (Py4JNetworkError, ConnectionError) as error:
         raise SparkGoneError(
-            "Spark's process has died (see spark.log beside the checkpoints): start the app again; "
-            "it goes on where it was"
+            "the Spark process has died (see spark.log beside the checkpoints): restart the app; "
+            "it continues where it stopped"
         ) from error
 
 
 def user_failure(definition: str, error: BaseException) -> Failure:
-    """The failure of a definition: its own traceback where there is one, else Spark's words."""
+    """The failure of a definition: with its own traceback if there is one, else Spark's message."""
     text = str(error)
     trace = worker_traceback(text)
     if trace is not None:
         return Failure(
-            definition=definition, place="a task of Spark", error=trace.splitlines()[-1],
+            definition=definition,
+            place="a Spark task",
+            error=trace.splitlines()[-1],
             traceback=trace,
-        )  # fmt: skip
+        )
     own = user_traceback(error) if error.__traceback__ is not None else traceback.format_exc()
     return Failure(definition=definition, place="Spark", error=reason(error), traceback=own)
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line; of an error of Java's, what caused it in the end."""
+    """What went wrong, in one line; for a Java error, its root cause."""
     if _DEAD_WORKER in str(error):
-        return "a worker process of Spark died: it was killed, or ran out of memory"
+        return "a Spark worker process died: it was killed, or ran out of memory"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
     if causes:
@@ -66,7 +68,7 @@ def reason(error: BaseException) -> str:
 
 
 def worker_traceback(text: str) -> str | None:
-    """The traceback of a Python worker, without the frames that are Spark's or ours."""
+    """The traceback of a Python worker, without the frames of Spark and Penstock."""
     start = text.find("Traceback (most recent call last):")
     if start < 0:
         return None
@@ -86,5 +88,5 @@ def worker_traceback(text: str) -> str | None:
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a file is Spark's or Penstock's own, whatever the user's folders are called."""
+    """Whether a file belongs to Spark or Penstock, whatever the user's folders are called."""
     return file.startswith(_PACKAGES) or _ELSEWHERE.search(file) is not None

@@ -1,4 +1,4 @@
-"""DataFrames of an app: how streams become them, and how what comes of them is staged."""
+"""DataFrames of an app: how streams are read as DataFrames, and how results are staged."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import msgspec
 import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
+from pyspark.sql import functions as F  # noqa: N812  the usual name
 from pyspark.sql.types import BinaryType, StructField, StructType
 
-from penstock.app.task import BatchOrder, Outcome, Split, log_failure, read_range, this_worker
+from penstock.app.tasks.task import BatchOrder, Outcome, Split, log_failure, read_range, this_worker
 from penstock.errors import PenstockError, UsageError
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.log.batch import in_order_of_commit
-from penstock.log.table import unpacker
-from penstock.spark.columns import exchanged, for_spark, spark_schema
-from penstock.spark.sink import stage_batches
+from penstock.log.reading.table import unpacker
+from penstock.spark.columns import arrow_schema_of, for_spark, spark_schema
 from penstock.spark.source import entry_columns
 from penstock.spark.worker import worker_log
+from penstock.spark.writer import stage_batches
 
 Options = Mapping[str, OptionValue]
 ORDER = "penstock.order"
@@ -32,19 +32,19 @@ _STAGED = StructType([StructField("outcome", BinaryType())])
 def read_stream(
     spark: SparkSession, url: str, options: Options, stream: str, columns: pa.Schema, tasks: int
 ) -> DataFrame:
-    """The events of the batch that runs, as a DataFrame of these columns.
+    """The events of the current batch, as a DataFrame of these columns.
 
-    Which batch that is, tasks are told with `ordered`; so the DataFrame stays the same.
+    Tasks learn from `give_order` which batch that is, so the same DataFrame serves all batches.
     """
     schema = spark_schema(columns)
 
     def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        wanted = exchanged(schema)
+        wanted = arrow_schema_of(schema)
         log = worker_log(url, options)
         order = current_order()
         mine = [number for batch in numbers for number in batch.column(0).to_pylist()]
         for index, split in enumerate(order.splits):
-            # Neighbours to one task, so that what it stages is in order.
+            # Adjacent splits go to one task, so that what it stages is in order.
             if index * tasks // len(order.splits) in mine:
                 yield from _read(log, order, split, stream, wanted)
 
@@ -66,11 +66,11 @@ def _read(
 def read_table(
     spark: SparkSession, url: str, options: Options, table: str, columns: pa.Schema
 ) -> DataFrame:
-    """The entries of a table at the moment that the batch pins, as a DataFrame."""
+    """The entries of a table at the moment that the batch has pinned, as a DataFrame."""
     schema = spark_schema(columns)
 
     def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        wanted = exchanged(schema)
+        wanted = arrow_schema_of(schema)
         log = worker_log(url, options)
         stream, pin = log.stream(table), current_order().pin
         unpack = unpacker(stream)
@@ -87,7 +87,7 @@ def read_table(
 def stage_frame(
     frame: DataFrame, url: str, options: Options, stream: str, source: str
 ) -> DataFrame:
-    """A DataFrame that, when collected, has staged its rows: one outcome for each task."""
+    """A DataFrame that stages the rows when it is collected, and gives one outcome per task."""
 
     def stage(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         order = current_order()
@@ -105,10 +105,10 @@ def stage_frame(
 
 
 def with_absent(frame: DataFrame, offered: pa.Schema) -> DataFrame:
-    """The frame with every column that is offered: null where nobody looks at it.
+    """The frame with every column that is offered; those that are not used are null.
 
-    A function may name a column whose value never matters; making it would cost, naming it
-    must not fail.
+    A function may name a column whose value is not needed: producing it would cost time, but
+    naming it must not fail.
     """
     if frame.columns == offered.names:
         return frame
@@ -125,8 +125,8 @@ def with_absent(frame: DataFrame, offered: pa.Schema) -> DataFrame:
 
 
 @contextlib.contextmanager
-def ordered(spark: SparkSession, order: BatchOrder) -> Iterator[None]:
-    """Tell the tasks that this thread starts which batch they run."""
+def give_order(spark: SparkSession, order: BatchOrder) -> Iterator[None]:
+    """Pass the order of the batch to the tasks that this thread starts."""
     context = spark.sparkContext
     context.setLocalProperty(ORDER, msgspec.json.encode(order).decode())
     try:
@@ -140,7 +140,10 @@ def current_order() -> BatchOrder:
     context = TaskContext.get()
     text = None if context is None else context.getLocalProperty(ORDER)
     if text is None:
-        raise UsageError("a DataFrame of an app is run by its query alone, not by collect or show")
+        raise UsageError(
+            "a DataFrame of an app cannot be collected or shown by the app itself: only its query "
+            "can run it; return it instead"
+        )
     return _order(text)
 
 

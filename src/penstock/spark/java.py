@@ -1,8 +1,8 @@
-"""The Java that Spark runs on: where it is, and an archive of classes that lets it start sooner.
+"""The Java that Spark runs on: where it is, and an archive of classes that makes it start faster.
 
-Loading and checking classes is a third of what a start of Spark costs. Java can keep them as they
-are in memory, in a file of some 150 MB (class data sharing): `penstock prepare` makes it, for one
-Java and one Spark. A file that does not fit any more is ignored by Java itself.
+Loading and verifying classes takes a third of the time that Spark needs to start. Java can store
+them as they are in memory in a file of some 150 MB (class data sharing). `penstock prepare` creates
+this file, for one Java and one Spark. Java itself ignores a file that no longer matches.
 """
 
 from __future__ import annotations
@@ -17,34 +17,44 @@ import pyspark
 import xxhash
 
 from penstock.errors import LogError
-from penstock.log.folders import cache_folder
+from penstock.resources import cache_folder
+from penstock.spark.home import find_home
 
+PATIENT = (
+    "-XX:Tier4InvocationThreshold=50000",
+    "-XX:Tier4MinInvocationThreshold=6000",
+    "-XX:Tier4CompileThreshold=150000",
+    "-XX:Tier4BackEdgeThreshold=400000",
+)
+"""Ten times Java's defaults: optimizing code that runs only while Spark starts would take a quarter
+of the processor during that time. Code that runs for every event passes these thresholds within
+seconds."""
 KEPT_S = 30 * 24 * 3600
-"""How long an archive is kept that nobody has used."""
+"""How long an unused archive is kept."""
 
 
 def find_java() -> Path:
-    """The `java` that Spark will run; raises what is wrong with it."""
+    """The `java` that Spark will run; raises `LogError` if there is none."""
     home = os.environ.get("JAVA_HOME")
     if home:
         java = Path(home, "bin", "java")
         if not os.access(java, os.X_OK):
             raise LogError(
-                f"Spark does not start: JAVA_HOME is {home}, and there is no program {java}: set "
-                "it to where Java 17 is installed, or unset it to use the `java` on the path"
+                f"Spark cannot start: JAVA_HOME is {home}, but there is no program {java}: set "
+                "JAVA_HOME to where Java 17 is installed, or unset it to use the `java` on PATH"
             )
         return java
     found = shutil.which("java")
     if found is None:
-        raise LogError("Spark does not start: there is no Java; install Java 17 and try again")
+        raise LogError("Spark cannot start: Java was not found: install Java 17 and try again")
     return Path(found)
 
 
 def archive() -> Path:
-    """Where the archive for this Java and this Spark is, if it was made."""
+    """The path of the archive for this Java and this Spark; it may not exist."""
     java = find_java().resolve()
     release = java.parents[1] / "release"
-    facts = [str(java), str(java.stat().st_mtime_ns), pyspark.__version__, str(pyspark.__file__)]
+    facts = [str(java), str(java.stat().st_mtime_ns), pyspark.__version__, str(find_home())]
     with contextlib.suppress(OSError):
         facts.append(release.read_text())
     name = xxhash.xxh3_64_hexdigest("\0".join(facts).encode())
@@ -56,17 +66,18 @@ def folder() -> Path:
 
 
 def options() -> list[str]:
-    """What to start Java with so that it uses the archive; nothing, if there is none."""
+    """The options that make Java start faster: later optimization, and the archive if it exists."""
     found = archive()
     if not found.exists():
-        return []
+        return list(PATIENT)
     with contextlib.suppress(OSError):
-        os.utime(found)  # it is used
-    return [f"-XX:SharedArchiveFile={found}", "-Xshare:auto", "-Xlog:disable", "-Xlog:all=error"]
+        os.utime(found)  # mark it as used
+    quietly = ["-Xlog:disable", "-Xlog:all=error"]
+    return [*PATIENT, f"-XX:SharedArchiveFile={found}", "-Xshare:auto", *quietly]
 
 
 def sweep() -> None:
-    """Remove archives that nobody has used for long: of other versions."""
+    """Remove archives unused for a long time, such as those of other versions."""
     for old in folder().glob("*.jsa*"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > KEPT_S:

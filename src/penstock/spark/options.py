@@ -1,4 +1,4 @@
-"""Options of `format("penstock")`: what they are, and what is wrong with them."""
+"""The options of `format("penstock")`, and the checks made on them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Literal, cast
 
 import msgspec
 
-from penstock.app.splits import SPLIT_ROWS
+from penstock.app.running.splits import SPLIT_ROWS
 from penstock.errors import UsageError
 from penstock.log import OptionValue, is_path
 from penstock.log.api import Log, Start
-from penstock.log.quantities import parse_bytes
-from penstock.log.read import start_offset
+from penstock.log.declaring.quantities import parse_bytes
+from penstock.log.reading.read import start_offset
 
 OnGone = Literal["fail", "earliest", "latest"]
 OnDamage = Literal["fail", "skip"]
 _OF_SPARK = ("checkpointlocation", "queryname")
 BATCH_ROWS = 4_194_304
 BATCH_ROWS_ON_KAFKA = 1_048_576
-"""A batch that is written there is one transaction, and must not take too long."""
+"""On Kafka, writing a batch is one transaction, which must not take too long."""
 
 
 class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a read or write, checked.
 
-    `start` and `end`: earliest, latest, an offset of every partition, a JSON object of offsets
-    by partition, or a time (ISO 8601, of append). `on_gone`: what to do where retention was
-    faster than the reader; `on_damage`: where an event cannot be read. `changes` reads a table's
-    changelog instead of its entries.
+    `start` and `end`: earliest, latest, an offset that applies to every partition, a JSON object
+    of offsets by partition, or a time (ISO 8601, when events were appended). `on_gone`: what to do
+    if retention has removed events that were not read yet; `on_damage`: what to do if an event
+    cannot be read. `changes` reads a table's changelog instead of its entries.
     """
 
     log: str
@@ -46,7 +46,7 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
     wait_ms: int = 0
     producer: str | None = None
     checkpoint: str | None = None
-    """Where Spark keeps the query's state, if that was said; not an option of ours."""
+    """Where Spark keeps the query's state, if given: Spark's option, not one of ours."""
     log_options: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -58,12 +58,12 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
         return dict(self.log_options)
 
 
-def taken(
+def split_options(
     options: Mapping[str, str], format_: str, known: type[msgspec.Struct]
 ) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """The options of a format, and apart from them those of the log: `log.event_bytes_max`.
+    """The options of a format, and separately those of the log, such as `log.event_bytes_max`.
 
-    Raises `UsageError` for one that the format does not have.
+    Raises `UsageError` for an option that the format does not have.
     """
     given = {k: v for k, v in options.items() if k.lower() not in _OF_SPARK}
     of_log = sorted((k[4:], given.pop(k)) for k in list(given) if k.startswith("log."))
@@ -77,13 +77,13 @@ def taken(
 
 
 def checkpoint_of(options: Mapping[str, str]) -> str | None:
-    """Spark's own option, in whatever case."""
+    """The value of Spark's option `checkpointLocation`, in any letter case."""
     return next((v for k, v in options.items() if k.lower() == "checkpointlocation"), None)
 
 
 def parse(options: Mapping[str, str]) -> SourceOptions:
-    """Raises `UsageError` for an option that is missing, unknown or wrong."""
-    given, of_log = taken(options, "penstock", SourceOptions)
+    """Raise `UsageError` for an option that is missing, unknown or invalid."""
+    given, of_log = split_options(options, "penstock", SourceOptions)
     stream = given.pop("path", None) or given.get("stream")
     if not stream:
         raise UsageError("format('penstock') needs the option stream: .option('stream', 'orders')")
@@ -97,7 +97,7 @@ def parse(options: Mapping[str, str]) -> SourceOptions:
     try:
         made = msgspec.convert(values, SourceOptions, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"an option of format('penstock') is wrong: {error}") from None
+        raise UsageError(f"invalid option of format('penstock'): {error}") from None
     for name in ("batch_rows", "batch_bytes", "split_rows"):
         value = getattr(made, name)
         if value is not None and value < 1:
@@ -106,10 +106,10 @@ def parse(options: Mapping[str, str]) -> SourceOptions:
 
 
 def offsets_of(log: Log, stream: str, text: str, what: str) -> dict[int, int]:
-    """The offset by partition that `text` means now."""
+    """The offset by partition that `text` stands for at present."""
     partitions = range(log.stream(stream).partitions)
     if text.startswith("{"):
-        found = _given(text, what)
+        found = _parse_offsets(text, what)
         rest: Start = "latest" if what == "end" else "earliest"
         return {p: found.get(p, start_offset(log, stream, p, rest)) for p in partitions}
     start: Start = cast(Start, text)
@@ -120,15 +120,15 @@ def offsets_of(log: Log, stream: str, text: str, what: str) -> dict[int, int]:
             time = start = dt.datetime.fromisoformat(text)
         except ValueError:
             raise UsageError(
-                f"the option {what} is {text!r}; it is earliest, latest, an offset, a JSON object "
-                "of offsets by partition, or a time such as 2026-01-31T12:00:00+00:00"
+                f"the option {what} is {text!r}; it must be earliest, latest, an offset, a JSON "
+                "object of offsets by partition, or a time such as 2026-01-31T12:00:00+00:00"
             ) from None
         if time.tzinfo is None:
             raise UsageError(f"the time {text!r} of the option {what} has no time zone: add +00:00")
     return {p: start_offset(log, stream, p, start) for p in partitions}
 
 
-def _given(text: str, what: str) -> dict[int, int]:
+def _parse_offsets(text: str, what: str) -> dict[int, int]:
     try:
         return msgspec.json.decode(text, type=dict[int, int])
     except msgspec.MsgspecError as error:

@@ -1,7 +1,7 @@
-"""Making the archive of classes that lets Spark start sooner; see `penstock.spark.java`.
+"""Creating the archive of classes that makes Spark start faster; see `penstock.spark.java`.
 
-A small app runs in a process of its own, so that the classes are there that apps need; Java
-writes them down when it ends.
+A small app runs in a process of its own, so that the classes that apps need are loaded; Java writes
+the archive when it exits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
+from pyspark.sql import functions as F  # noqa: N812  the usual name
 
 import penstock
 from penstock.errors import LogError
@@ -25,18 +25,22 @@ PREPARE_S_MAX = 600.0
 
 
 def prepare() -> Path:
-    """Make the archive anew; the file it is in."""
+    """Create the archive, replacing an existing one, and return its path."""
     target = java.archive()
     target.parent.mkdir(parents=True, exist_ok=True)
     java.sweep()
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         draft = Path(folder, "spark.jsa")
-        # Without the archive that there may be: Java adds to none.
+        # Without an existing archive: Java does not add to one.
         environment = {**os.environ, "PENSTOCK_JAVA_CACHE": folder}
         done = subprocess.run(
-            [sys.executable, "-m", __name__, str(draft)], env=environment, check=False,
-            capture_output=True, text=True, timeout=PREPARE_S_MAX,
-        )  # fmt: skip
+            [sys.executable, "-m", __name__, str(draft)],
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=PREPARE_S_MAX,
+        )
         if done.returncode or not draft.exists():
             said = (done.stderr or done.stdout).strip().splitlines()
             why = said[-1] if said else "Java wrote no archive"
@@ -45,19 +49,19 @@ def prepare() -> Path:
     return target
 
 
-class Item(penstock.Record):
+class SampleItem(penstock.Record):
     name: str
     count: int
 
 
 def sample() -> penstock.App:
-    """A definition of each kind."""
+    """An app with an agent, a derived stream and a derived table."""
     app = penstock.App("prepare")
-    items = app.stream("items", Item, key="name", partitions=2)
+    items = app.stream("items", SampleItem, key="name", partitions=2)
     seen = app.table("seen", value=int, default=0)
 
     @app.agent(items, state=seen)
-    def add(item: Item, seen: penstock.Entry[int]) -> None:
+    def add(item: SampleItem, seen: penstock.Entry[int]) -> None:
         seen.value += item.count
 
     @app.derive(items, key="name")
@@ -78,7 +82,7 @@ def main(target: Path) -> None:
         with running(sample(), opened, master="local[2]", settings=settings) as runner:
             with penstock.Producer(opened) as producer:
                 for n in range(10):
-                    producer.send("items", Item(f"n{n}", n))
+                    producer.send("items", SampleItem(f"n{n}", n))
             runner.until_idle(PREPARE_S_MAX / 2)
             failure = runner.failure()
             if failure is not None:

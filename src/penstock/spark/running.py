@@ -7,17 +7,25 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from penstock.app.app import App
-from penstock.app.plan import plan
-from penstock.app.query import QueryLimits
-from penstock.app.reset import default_checkpoints
-from penstock.app.runner import Runner, RunnerOptions, make_streams
-from penstock.app.standby import at_work
-from penstock.app.takeover import check_plan
+from penstock.app.declaring.app import App
+from penstock.app.declaring.definitions import Derivation, StreamJoin
+from penstock.app.declaring.plan import plan
+from penstock.app.running.building import check_plan
+from penstock.app.running.query import QueryLimits
+from penstock.app.running.reset import default_checkpoints
+from penstock.app.running.runner import Runner, RunnerOptions
+from penstock.app.running.standby import at_work
+from penstock.app.running.streams import make_streams
 from penstock.log import OptionValue
 from penstock.log.api import Log
 from penstock.spark.backend import SparkBackend
-from penstock.spark.session import close_session, has_session, is_local, open_session, warm
+from penstock.spark.session import (
+    close_session,
+    has_session,
+    is_local,
+    look_up_source,
+    open_session,
+)
 from penstock.spark.shipping import bundle
 
 
@@ -37,19 +45,19 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
     stop: threading.Event | None = None,
     take_over: bool = False,
 ) -> Iterator[Runner]:
-    """The app while it runs: leaving the block lets each query finish its batch, and ends it.
+    """Run the app in a `with` block: leaving it lets each query finish its batch, then stops.
 
         with running(app, log) as runner:
             runner.until_idle(60)
 
-    Raises `AppError` if the app cannot run; a query that fails later is in `runner.failure()`.
-    `tell` hears what is waited for while it starts.
+    Raises `AppError` if the app cannot run; if a query fails later, `runner.failure()` says why.
+    `tell` is called with each step while the app starts.
 
-    Where another process runs the app, or some of it, this one stands by until that one ends, or
-    until `stop` is set; with `take_over` it is taken over at once, and ends.
+    If another process runs the app, or part of it, this one stands by until that one ends, or
+    until `stop` is set; with `take_over` this one takes over at once, and the other one ends.
     """
     chosen = plan(app).only(only)
-    check_plan(log, chosen)  # what does not fit is found before Spark is started
+    check_plan(log, chosen)  # find conflicts before Spark is started
     make_streams(log, chosen)
     folder = checkpoints or default_checkpoints(log.url)
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,21 +65,28 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
     if is_ours:
         tell(f"starting Spark ({master})")
     spark = open_session(master, app.name, settings, folder / "spark.log")
-    spark.conf.set("spark.sql.session.timeZone", "UTC")  # keys of windows are told in it
+    spark.conf.set("spark.sql.session.timeZone", "UTC")  # keys of windows are shown in it
     with contextlib.ExitStack() as stack:
         if is_ours:
             stack.callback(close_session, spark)
         if not is_local(spark.sparkContext.master or master):
             tell("sending the app to the cluster")
             spark.sparkContext.addPyFile(str(bundle(app, folder / f"{app.name}.zip")))
+        if any(isinstance(found, Derivation | StreamJoin) for found in chosen.definitions):
+            look_up_source(spark)
         tasks = spark.sparkContext.defaultParallelism
-        warm(spark, tasks)
         rows = batch_rows or QueryLimits().batch_rows_max
         limits = QueryLimits(batch_rows_max=rows, tasks=tasks)
         backend = SparkBackend(spark, folder, log_options=log_options, limits=limits)
         yield stack.enter_context(
             at_work(
-                log, chosen, backend,
-                limits=limits, options=options, tell=tell, stop=stop, take_over=take_over,
+                log,
+                chosen,
+                backend,
+                limits=limits,
+                options=options,
+                tell=tell,
+                stop=stop,
+                take_over=take_over,
             )
-        )  # fmt: skip
+        )

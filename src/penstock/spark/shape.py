@@ -1,4 +1,4 @@
-"""What Spark finds when it looks at a definition: its columns, its state, its output."""
+"""What Spark finds when it analyzes a definition: its columns, its state, its output."""
 
 from __future__ import annotations
 
@@ -9,33 +9,51 @@ from typing import Any
 import pyarrow as pa
 from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812  as everybody writes it
+from pyspark.sql import functions as F  # noqa: N812  the usual name
 from pyspark.sql.types import BinaryType, StringType, StructType
 
-from penstock.app.definitions import Definition, Derivation, StreamJoin
-from penstock.app.streams import AppStream
-from penstock.app.tables import AppTable
-from penstock.app.windows import Windows
+from penstock.app.declaring.definitions import Definition, Derivation, StreamJoin
+from penstock.app.declaring.streams import AppStream
+from penstock.app.declaring.tables import AppTable
+from penstock.app.declaring.windows import Windows
 from penstock.errors import AppError
 from penstock.log.api import Log
 from penstock.log.batch import stream_columns
-from penstock.log.objects import Stream, StreamSpec
+from penstock.log.declaring.objects import Stream, StreamSpec
 from penstock.records.event import DELETED
 from penstock.spark.columns import record_of
 from penstock.spark.frames import read_stream
 
-#: nodes of Spark's plans that keep something from one batch to the next
+#: nodes of Spark's plans that keep state from one batch to the next
 STATEFUL = (
-    "Aggregate", "Deduplicate", "DeduplicateWithinWatermark", "Distinct", "Except", "Intersect",
-    "FlatMapGroupsInPandasWithState", "FlatMapGroupsWithState", "TransformWithState",
-    "TransformWithStateInPySpark", "TransformWithStateInPandas", "GlobalLimit", "Sort", "Window",
-    "FlatMapGroupsInPandas", "FlatMapGroupsInArrow", "FlatMapCoGroupsInPandas",
-    "FlatMapCoGroupsInArrow", "ExceptAll", "IntersectAll", "Offset", "Tail", "Pivot",
-)  # fmt: skip
+    "Aggregate",
+    "Deduplicate",
+    "DeduplicateWithinWatermark",
+    "Distinct",
+    "Except",
+    "Intersect",
+    "FlatMapGroupsInPandasWithState",
+    "FlatMapGroupsWithState",
+    "TransformWithState",
+    "TransformWithStateInPySpark",
+    "TransformWithStateInPandas",
+    "GlobalLimit",
+    "Sort",
+    "Window",
+    "FlatMapGroupsInPandas",
+    "FlatMapGroupsInArrow",
+    "FlatMapCoGroupsInPandas",
+    "FlatMapCoGroupsInArrow",
+    "ExceptAll",
+    "IntersectAll",
+    "Offset",
+    "Tail",
+    "Pivot",
+)
 
 
 class Shape:
-    """What Spark finds when it looks at a definition: its columns, and whether it keeps state."""
+    """What Spark finds when it analyzes a definition: its columns, and whether it keeps state."""
 
     def __init__(self, log: Log, spark: SparkSession, definition: Definition) -> None:
         self.definition = definition
@@ -44,8 +62,8 @@ class Shape:
         ]
         if not self.streams:
             raise AppError(
-                f"{definition.location}: {definition.name} reads only tables: read the changes of "
-                "one of them, table.changes"
+                f"{definition.location}: {definition.name} reads only tables: use the changes of "
+                "one of them (table.changes) as an input"
             )
         self.tables: list[AppTable[object]] = [
             place for place in definition.inputs if isinstance(place, AppTable)
@@ -59,7 +77,7 @@ class Shape:
             for name, frame in sample.items()
             for attribute in _items(frame._jdf.queryExecution().analyzed().output())
         }
-        result = self.applied(sample)
+        result = self.apply(sample)
         plan = result._jdf.queryExecution().analyzed()
         nodes = _nodes(plan)
         self.is_stateful = any(_is_stateful(n) for n in nodes)
@@ -71,10 +89,11 @@ class Shape:
         self.is_deterministic = bool(plan.deterministic())
         if self.is_stateful:
             self._check_repeatable()
-        self._prune(self.prepared(result), sample)
+        self._prune(self.add_key(result), sample)
 
     def _joins_streams(self, join: Any) -> bool:
-        """Whether both sides have events; refuses a join that would tell of a table each batch."""
+        """Whether both sides have events; refuses a join that would repeat rows of a table in each
+        batch."""
         left, right = (self._sources(child) for child in _items(join.children()))
         streams = {stream.name for stream in self.streams}
         if left & streams and right & streams:
@@ -84,8 +103,8 @@ class Shape:
         for side in kept.get(kind, [left, right] if kind == "FullOuter" else []):
             if side and not side & streams:
                 raise AppError(
-                    f"{self.definition.location}: {self.definition.name} would give the rows of a "
-                    "table that have no event anew with each batch: join the other way round"
+                    f"{self.definition.location}: {self.definition.name} would repeat, in every "
+                    "batch, the rows of a table that match no event: join the other way round"
                 )
         return False
 
@@ -109,25 +128,25 @@ class Shape:
         return found
 
     def _check_repeatable(self) -> None:
-        """State is rebuilt when a batch is repeated: so it must come out the same."""
+        """Raise if repeating a batch, which rebuilds the state, could yield a different state."""
         where = f"{self.definition.location}: {self.definition.name} keeps state"
         if self.tables:
             raise AppError(
-                f"{where}, and reads table {self.tables[0].name}, which may have changed when a "
-                "batch is repeated: look the table up before (stream.lookup), or join after"
+                f"{where} and reads table {self.tables[0].name}, which may have changed when a "
+                "batch is repeated: look the table up first (stream.lookup), or join it afterwards"
             )
         if not self.is_deterministic:
             raise AppError(
-                f"{where}, and has something random in it: derive a stream with it first, and keep "
-                "state of that"
+                f"{where} and is not deterministic: derive a stream with the random part first, "
+                "and keep state over that stream"
             )
 
     def _sample(self, spark: SparkSession, name: str) -> DataFrame:
-        # Never run: it is there to be looked at.
+        # Never run, only analyzed.
         return read_stream(spark, "", {}, name, self.columns[name], 1)
 
-    def applied(self, frames: Mapping[str, DataFrame]) -> DataFrame:
-        """What the definition makes of its inputs."""
+    def apply(self, frames: Mapping[str, DataFrame]) -> DataFrame:
+        """The DataFrame that the definition makes from its inputs."""
         definition = self.definition
         given = [frames[place.name] for place in definition.inputs]
         if isinstance(definition, StreamJoin):
@@ -137,8 +156,8 @@ class Shape:
         made = definition.function(*given, *extra)
         if not isinstance(made, DataFrame):
             raise AppError(
-                f"{definition.location}: {definition.name} gives {type(made).__name__}; it must "
-                "give a DataFrame"
+                f"{definition.location}: {definition.name} returns {type(made).__name__}; it "
+                "must return a DataFrame"
             )
         return made
 
@@ -153,21 +172,21 @@ class Shape:
             case "session":
                 return F.session_window(time, size).alias("window")
 
-    def prepared(self, frame: DataFrame) -> DataFrame:
-        """The result with the columns that its stream or table has, and its key."""
+    def add_key(self, frame: DataFrame) -> DataFrame:
+        """The result with the columns of its stream or table, and its key."""
         return with_key(frame, self.definition, self.output)
 
     def _prune(self, result: DataFrame, sample: Mapping[str, DataFrame]) -> None:
-        """Leave out columns that nobody asks for: making and moving them is most of the cost."""
+        """Omit columns that are not used: producing and moving them is most of the cost."""
         try:
             plan = result._jdf.queryExecution().optimizedPlan()
         except AnalysisException:
-            return  # it has an operator that only streams can have: nothing is known of columns
+            return  # it has an operator that only streams can have: the used columns are unknown
         nodes = _nodes(plan)
         used = {_expression_id(a) for a in _items(plan.output())}
         for node in nodes:
             used |= {_expression_id(a) for a in _items(node.references().toSeq())}
-        # Where an input is used twice, the columns of the copy are known by name alone.
+        # If an input is used twice, the columns of the copy are known only by name.
         copied = {
             str(attribute.name())
             for node in nodes
@@ -185,7 +204,7 @@ class Shape:
 
 
 def _is_copied_source(node: Any) -> bool:
-    """Whether a node is one of our sources; of one used twice, Spark renames the columns."""
+    """Whether a node is one of our sources; Spark gives the columns of a copy new ids."""
     below = [str(child.nodeName()) for child in _items(node.children())]
     return str(node.nodeName()) == "MapInArrow" and below == ["Range"]
 
@@ -195,7 +214,7 @@ def _is_stateful(node: Any) -> bool:
 
 
 def _nodes(plan: Any) -> list[Any]:
-    """The nodes of a plan, those of its subqueries included."""
+    """The nodes of a plan, including those of its subqueries."""
     found = [plan]
     for child in [*_items(plan.children()), *_items(plan.subqueries())]:
         found += _nodes(child)
@@ -211,7 +230,7 @@ def _expression_id(attribute: Any) -> int:
 
 
 def stateful_plan(nodes: Sequence[Any]) -> str:
-    """What the kept state depends on, in words that stay the same from run to run."""
+    """What the kept state depends on, as text that is the same in every run."""
     lines = []
     for node in nodes:
         if _is_stateful(node) or str(node.nodeName()) in ("Join", "EventTimeWatermark"):
@@ -221,7 +240,7 @@ def stateful_plan(nodes: Sequence[Any]) -> str:
 
 
 def join_frames(definition: StreamJoin, left: DataFrame, right: DataFrame) -> DataFrame:
-    """Pairs within a time of each other; fields of both, those of the right after the left's."""
+    """Pairs of rows within a time of each other; the fields of the left side, then the right."""
     one, other = definition.inputs
     assert isinstance(one, AppStream)  # noqa: S101  a join of streams
     assert isinstance(other, AppStream)  # noqa: S101
@@ -255,7 +274,7 @@ def _simple(kind: object) -> bool:
 def output_spec(
     definition: Definition, schema: StructType, inputs: Mapping[str, Stream]
 ) -> StreamSpec:
-    """How the stream or table that a DataFrame fills is declared."""
+    """The declaration of the stream or table that a DataFrame fills."""
     output = definition.outputs[0]
     if output.spec is not None:
         return output.spec
@@ -264,17 +283,19 @@ def output_spec(
     missing = [key for key in keys if key not in data.names]
     if missing:
         raise AppError(
-            f"{definition.location}: {definition.name} has the key {missing[0]}, which is no "
-            f"column of what it gives: {', '.join(data.names)}"
+            f"{definition.location}: {definition.name} has the key {missing[0]}, which is not "
+            f"a column of the DataFrame that it returns: {', '.join(data.names)}"
         )
     wrong = [name for name in data.names if not name.isidentifier()]
     if wrong:
         raise AppError(
-            f"{definition.location}: {definition.name} gives the column {wrong[0]!r}, which no "
-            "record's field can be called: name it with alias()"
+            f"{definition.location}: {definition.name} returns the column {wrong[0]!r}, which "
+            "is not a valid name for a field: rename it with alias()"
         )
     if not data.fields:
-        raise AppError(f"{definition.location}: {definition.name} gives no columns")
+        raise AppError(
+            f"{definition.location}: {definition.name} returns no columns: select at least one"
+        )
     name = "".join(part.title() for part in output.name.replace("-", "_").split("_"))
     is_table = isinstance(output, AppTable)
     field = keys[0] if len(keys) == 1 and _simple(data[keys[0]].dataType) else None
@@ -295,9 +316,9 @@ def output_spec(
 
 
 def with_key(frame: DataFrame, definition: Definition, spec: StreamSpec) -> DataFrame:
-    """The columns that are written: the record's, `_key` where it is no field, and the time."""
+    """The columns to write: those of the record, `_key` if it is not a field, and the time."""
     output = definition.outputs[0]
-    assert spec.record is not None  # noqa: S101  what is derived has a record
+    assert spec.record is not None  # noqa: S101  derived streams have one
     names = [field.name for field in spec.record.fields]
     columns = [F.col(name) for name in names if name in frame.columns]
     keys = (output.key,) if isinstance(output.key, str) else output.key or ()

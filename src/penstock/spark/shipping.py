@@ -1,7 +1,7 @@
-"""Sending an agent to workers the way Spark sends functions, records included.
+"""Sending agents and their records to workers, the way Spark sends functions.
 
-What workers can import goes by name. The rest, such as what a script or a test defines, goes
-by value; Spark's pickler cannot take a record class apart that way, so this one does.
+What workers can import is sent by name. The rest, such as classes that a script or a test defines,
+is sent by value. Spark's pickler cannot send a record class by value, so the one here does.
 """
 
 from __future__ import annotations
@@ -18,15 +18,27 @@ from typing import Any
 import msgspec
 from pyspark import cloudpickle
 
-from penstock.app.app import App
-from penstock.app.plan import plan
-from penstock.app.task import Work
+from penstock.app.declaring.app import App
+from penstock.app.declaring.plan import plan
+from penstock.app.tasks.task import Work
 from penstock.records.schema import Record, record_type, schema_of
 
 _META = (
-    "gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length", "tz", "title",
-    "description", "examples", "extra_json_schema", "extra",
-)  # fmt: skip
+    "gt",
+    "ge",
+    "lt",
+    "le",
+    "multiple_of",
+    "pattern",
+    "min_length",
+    "max_length",
+    "tz",
+    "title",
+    "description",
+    "examples",
+    "extra_json_schema",
+    "extra",
+)
 _OWN = (types.FunctionType, property, classmethod, staticmethod)
 
 
@@ -87,17 +99,23 @@ def _remade(
     optional = [field for field in fields if len(field) > 2]
     is_ordered = fields == required + optional
     return msgspec.defstruct(
-        name, fields, bases=(Record,), namespace=own, module=module, rename=names, frozen=frozen,
+        name,
+        fields,
+        bases=(Record,),
+        namespace=own,
+        module=module,
+        rename=names,
+        frozen=frozen,
         kw_only=not is_ordered,
-    )  # fmt: skip
+    )
 
 
 def bundle(app: App, target: Path) -> Path:
-    """An archive with Penstock and the app's own modules, for workers on other machines.
+    """Write an archive with Penstock and the app's own modules, for workers on other machines.
 
-    The app's own are those that were loaded from the folders of its definitions, or from the
-    packages that these are in; what they need beside these must be installed where the workers
-    are.
+    The app's own modules are those that were loaded from the folders of its definitions, or from
+    the packages that contain these. Everything else they need must be installed on the workers'
+    machines.
     """
     folders = {_root(Path(d.location.file).resolve()) for d in plan(app).definitions}
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -112,7 +130,7 @@ def bundle(app: App, target: Path) -> Path:
                 continue
             path = Path(file).resolve()
             if {"site-packages", "dist-packages"} & set(path.parts):
-                continue  # installed, and to be installed there: it may not be Python alone
+                continue  # must be installed there too: it may not be pure Python
             if any(folder in path.parents for folder in folders):
                 parts = name.replace(".", "/")
                 is_package = Path(file).name == "__init__.py"
@@ -121,17 +139,18 @@ def bundle(app: App, target: Path) -> Path:
 
 
 def _root(file: Path) -> Path:
-    """The folder of the outermost package that a module's file is in; else its own."""
+    """The folder that holds the outermost package of a module's file, or the file itself."""
     names = [
-        name for name, module in sys.modules.items()
+        name
+        for name, module in sys.modules.items()
         if (found := getattr(module, "__file__", None)) and Path(found).resolve() == file
-    ]  # fmt: skip
+    ]
     depth = max((name.count(".") for name in names), default=0)
     return file.parents[max(0, depth - (file.name != "__init__.py"))]
 
 
 def pack(works: Sequence[Work]) -> bytes:
-    """The works, ready to be sent."""
+    """Serialize the works."""
     out = io.BytesIO()
     pickler: Any = _Pickler(out)  # type: ignore[no-untyped-call]
     pickler.dump(list(works))
@@ -139,6 +158,6 @@ def pack(works: Sequence[Work]) -> bytes:
 
 
 def unpack(program: bytes) -> Sequence[Work]:
-    """The works again, in a worker."""
+    """Deserialize the works, in a worker."""
     works: Sequence[Work] = cloudpickle.loads(program)
     return works

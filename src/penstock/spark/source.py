@@ -1,8 +1,8 @@
-"""`format("penstock")`: streams and tables as an ordinary data source of Spark.
+"""`format("penstock")`: streams and tables as an ordinary Spark data source.
 
     spark.read.format("penstock").option("log", "penstock.db").load("orders")
 
-Spark finds it by the package `pyspark_penstock`. It calls these classes by PySpark's own
+Spark finds it through the package `pyspark_penstock`, and calls these classes with PySpark's own
 parameter names.
 """
 
@@ -26,26 +26,26 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from penstock.app.splits import parts
-from penstock.app.task import Range
+from penstock.app.running.splits import parts
+from penstock.app.tasks.task import Range
 from penstock.errors import DamagedError, OffsetGoneError, UnknownObjectError, UsageError
 from penstock.log.api import Log, Offsets
 from penstock.log.batch import stream_columns
-from penstock.log.objects import Stream
-from penstock.log.read import read_past
-from penstock.log.table import unpacker
+from penstock.log.declaring.objects import Stream
+from penstock.log.reading.read import read_past
+from penstock.log.reading.table import unpacker
 from penstock.records.arrow import codec_of_schema
 from penstock.records.event import DATA, DELETED, ENVELOPE
 from penstock.records.schema import Record
 from penstock.spark import options as source_options
-from penstock.spark.columns import exchanged, for_spark, spark_schema
+from penstock.spark.columns import arrow_schema_of, for_spark, spark_schema
 from penstock.spark.options import SourceOptions, offsets_of
-from penstock.spark.sink import BatchWriter, StreamWriter
 from penstock.spark.worker import quiet_log, worker_log
+from penstock.spark.writer import BatchWriter, StreamWriter
 
 
 class RangePartition(InputPartition):
-    """Offsets of one partition that one task reads."""
+    """The offsets of one partition that one task reads."""
 
     def __init__(self, partition: int, start: int, end: int) -> None:
         self.partition = partition
@@ -54,7 +54,7 @@ class RangePartition(InputPartition):
 
 
 class PenstockSource(DataSource):
-    """Made by Spark, in a process of its own, for each read or write."""
+    """Created by Spark for each read or write, in a process of its own."""
 
     @classmethod
     def name(cls) -> str:
@@ -67,7 +67,7 @@ class PenstockSource(DataSource):
     def schema(self) -> StructType:
         options = self._options
         with quiet_log(options.log, options.for_log) as log:
-            columns = _offered(log.stream(options.stream), options)
+            columns = _columns_offered(log.stream(options.stream), options)
         return spark_schema(columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -79,23 +79,23 @@ class PenstockSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         if self._options.end != "latest":
-            raise UsageError("a stream that is followed has no end: leave the option end out")
+            raise UsageError("a streaming read has no end: omit the option end")
         return StreamReader(self._options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         del schema
         if overwrite:
-            raise UsageError("a stream is only ever appended to: use mode('append')")
+            raise UsageError("a stream can only be appended to: use mode('append')")
         return BatchWriter(self._options)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
         del schema
         if overwrite:
-            raise UsageError("a stream is only ever appended to: use outputMode append or update")
+            raise UsageError("a stream can only be appended to: use outputMode append or update")
         return StreamWriter(self._options)
 
 
-def _offered(stream: Stream, options: SourceOptions) -> pa.Schema:
+def _columns_offered(stream: Stream, options: SourceOptions) -> pa.Schema:
     columns = stream_columns(stream)
     if options.columns is None:
         return columns
@@ -110,7 +110,7 @@ def _offered(stream: Stream, options: SourceOptions) -> pa.Schema:
 def splits(
     log: Log, stream: str, start: Mapping[int, int], end: Mapping[int, int], split_rows: int
 ) -> list[RangePartition]:
-    """What tasks read between two sets of offsets."""
+    """The ranges that tasks read between two sets of offsets."""
     return [
         RangePartition(part.partition, part.start, part.end)
         for partition in sorted(end)
@@ -121,7 +121,7 @@ def splits(
 
 
 class _RangeReader:
-    """Reads a range in a task: batches of Arrow, as they are stored."""
+    """Reads a range in a task, as Arrow batches in the order they are stored."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
@@ -129,8 +129,8 @@ class _RangeReader:
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, RangePartition):
-            return  # Spark's own, for a batch without any
-        wanted = exchanged(self._schema)
+            return  # made by Spark for a batch without partitions
+        wanted = arrow_schema_of(self._schema)
         log = worker_log(self._options.log, self._options.for_log)
         start, end = partition.start, partition.end
         while start < end:
@@ -148,8 +148,8 @@ class _RangeReader:
         if self._options.on_damage == "fail":
             raise damage
 
-    def _checked_start(self, log: Log, start: Mapping[int, int]) -> dict[int, int]:
-        """The start, where it is still there; else what `on_gone` says."""
+    def _check_start(self, log: Log, start: Mapping[int, int]) -> dict[int, int]:
+        """The start, if its events are still there; otherwise what `on_gone` says."""
         made = {}
         for partition, offsets in log.offsets(self._options.stream).items():
             at = start.get(partition, offsets.first)
@@ -159,16 +159,16 @@ class _RangeReader:
     def _instead(self, partition: int, at: int, offsets: Offsets) -> int:
         if self._options.on_gone == "fail":
             raise OffsetGoneError(
-                f"stream {self._options.stream}, partition {partition}: offset {at} was removed "
-                f"by retention; the earliest there is {offsets.first}: set the option on_gone to "
-                "earliest or latest to go on there",
+                f"stream {self._options.stream}, partition {partition}: retention has removed "
+                f"offset {at}; the earliest is now {offsets.first}: set the option on_gone to "
+                "earliest or latest to continue from there",
                 offsets.first,
             )
         return offsets.first if self._options.on_gone == "earliest" else offsets.next
 
 
 class BatchReader(_RangeReader, DataSourceReader):
-    """`spark.read`: from start to end, both fixed when the query is planned."""
+    """`spark.read`: reads from start to end, both fixed when the query is planned."""
 
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
@@ -177,12 +177,12 @@ class BatchReader(_RangeReader, DataSourceReader):
             end = offsets_of(log, options.stream, options.end, "end")
             known = {p: o.next for p, o in log.offsets(options.stream).items()}
             bound = {p: min(offset, known[p]) for p, offset in end.items()}
-            first = self._checked_start(log, start)
+            first = self._check_start(log, start)
             return splits(log, options.stream, first, bound, options.split_rows)
 
 
 class SnapshotReader(DataSourceReader):
-    """`spark.read` of a table: its entries, all of one moment, read in one transaction."""
+    """`spark.read` of a table: its entries as of one moment, read in one transaction."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
@@ -193,7 +193,7 @@ class SnapshotReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         del partition
-        wanted = exchanged(self._schema)
+        wanted = arrow_schema_of(self._schema)
         log = worker_log(self._options.log, self._options.for_log)
         stream = log.stream(self._options.stream)
         unpack = unpacker(stream)
@@ -205,7 +205,7 @@ class SnapshotReader(DataSourceReader):
 def entry_columns(
     stream: Stream, entries: Sequence[Any], values: Sequence[Any], wanted: pa.Schema
 ) -> pa.RecordBatch:
-    """Entries as rows: data, key, place; the rest of the envelope is their events'."""
+    """Entries as rows: data, key, partition and offset; entries have no other envelope columns."""
     columns: dict[str, pa.Array] = {
         "_key": pa.array([entry.key for entry in entries], pa.binary()),
         "_partition": pa.array([entry.partition for entry in entries], pa.int32()),
@@ -243,7 +243,7 @@ def _absent(field: pa.Field, rows: int) -> pa.Array:
 
 
 class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """`spark.readStream`: micro-batches of at most so many rows or bytes."""
+    """`spark.readStream`: micro-batches with a limit on rows or bytes."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -252,13 +252,15 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         self._id: int | None = None
         self._row_bytes: float | None = None
 
-    def _held(self) -> Log:
+    def _open_log(self) -> Log:
         if self._log is None:
             self._log = quiet_log(self._options.log, self._options.for_log)
         return self._log
 
     def initialOffset(self) -> dict[str, int]:
-        return _told(offsets_of(self._held(), self._options.stream, self._options.start, "start"))
+        return _show_offsets(
+            offsets_of(self._open_log(), self._options.stream, self._options.start, "start")
+        )
 
     def getDefaultReadLimit(self) -> ReadLimit:
         options = self._options
@@ -270,9 +272,9 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return ReadMaxRows(min(limits))
 
     def _bytes_of_a_row(self) -> float:
-        """About how large a row is, judged by the first batch there is."""
+        """The approximate size of a row, judged by the first batch in the stream."""
         if self._row_bytes is None:
-            log, stream = self._held(), self._options.stream
+            log, stream = self._open_log(), self._options.stream
             for partition, offsets in log.offsets(stream).items():
                 first = next(log.read(stream, partition, offsets.first), None)
                 if first is not None:
@@ -284,39 +286,39 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         self._target = self._ends()
 
     def _ends(self) -> dict[int, int]:
-        return {p: o.next for p, o in self._held().offsets(self._options.stream).items()}
+        return {p: o.next for p, o in self._open_log().offsets(self._options.stream).items()}
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
-        """How far the next batch may go. With `wait_ms`, waits that long for something new."""
+        """How far the next batch may go. With `wait_ms`, waits up to that long for new events."""
         at = {int(p): offset for p, offset in start.items()}
-        log, stream = self._held(), self._options.stream
+        log, stream = self._open_log(), self._options.stream
         self._check_same(log.stream(stream).id)
         if self._options.wait_ms and self._target is None:
             positions = {p: at.get(p, 0) for p in range(log.stream(stream).partitions)}
-            log.wait(stream, positions, self._options.wait_ms / 1000)
+            log.wait({stream: positions}, self._options.wait_ms / 1000)
         ends = self._target if self._target is not None else self._ends()
         self._check_reached(at, ends)
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         if not isinstance(limit, ReadMaxRows | ReadAllAvailable):
-            raise UsageError(f"the limit {limit!r} is not one that streams can keep")
-        return _told(bounded(log, stream, at, ends, rows))
+            raise UsageError(f"the read limit {limit!r} is not supported")
+        return _show_offsets(bound_rows(log, stream, at, ends, rows))
 
     def _check_same(self, found: int) -> None:
         if self._id not in (None, found):
-            raise _made_anew(self._options.stream)
+            raise _error_made_anew(self._options.stream)
         self._id = found
 
     def _check_reached(self, at: Mapping[int, int], ends: Mapping[int, int]) -> None:
-        """Offsets only grow: a stream that ends before what was read of it is another one."""
+        """Raise if the stream ends before what was read: offsets only grow, so it was replaced."""
         if any(at.get(partition, 0) > end for partition, end in ends.items()):
-            raise _made_anew(self._options.stream)
+            raise _error_made_anew(self._options.stream)
 
     def reportLatestOffset(self) -> dict[str, int]:
-        return _told(self._ends())
+        return _show_offsets(self._ends())
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        log = self._held()
-        first = self._checked_start(log, {int(p): o for p, o in start.items()})
+        log = self._open_log()
+        first = self._check_start(log, {int(p): o for p, o in start.items()})
         last = {int(p): o for p, o in end.items()}
         return splits(log, self._options.stream, first, last, self._options.split_rows)
 
@@ -329,25 +331,25 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
             self._log = None
 
     def __getstate__(self) -> dict[str, object]:
-        # Travels to the tasks, which open a log of their own.
+        # Sent to the tasks, which open a log of their own.
         return {**self.__dict__, "_log": None}
 
 
-def _made_anew(stream: str) -> UnknownObjectError:
+def _error_made_anew(stream: str) -> UnknownObjectError:
     return UnknownObjectError(
-        f"stream {stream} was dropped and created anew since it was read: start the query again "
-        "with a new checkpoint, to read the new one from its beginning"
+        f"stream {stream} was dropped and created again since it was read: restart the query with "
+        "a new checkpoint, to read the new stream from its beginning"
     )
 
 
-def _told(offsets: Mapping[int, int]) -> dict[str, int]:
+def _show_offsets(offsets: Mapping[int, int]) -> dict[str, int]:
     return {str(partition): offset for partition, offset in sorted(offsets.items())}
 
 
-def bounded(
+def bound_rows(
     log: Log, stream: str, start: Mapping[int, int], end: Mapping[int, int], rows_max: int | None
 ) -> dict[int, int]:
-    """As far towards `end` as `rows_max` rows go, each partition getting a fair share."""
+    """Offsets towards `end`, at most `rows_max` rows ahead, with a fair share per partition."""
     at = {p: start.get(p, 0) for p in end}
     waiting = {p: log.count(stream, p, at[p], end[p]).events for p in end}
     if rows_max is None or sum(waiting.values()) <= rows_max:

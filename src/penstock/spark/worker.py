@@ -1,4 +1,4 @@
-"""In a worker process of Spark: the logs it has open, kept between tasks."""
+"""The logs that a Spark worker process has open, kept between tasks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _open: dict[tuple[int, str, tuple[tuple[str, OptionValue], ...]], Log] = {}
 
 
 def quiet_log(url: str, options: Mapping[str, OptionValue]) -> Log:
-    """The log at `url`, for a moment or a task: upkeep is the runner's, or the producer's."""
+    """The log at `url`, opened without upkeep, which is left to the runner or the producer."""
     return open_log(url, create=False, **{"upkeep_interval_ms": 0, **options})
 
 
 def worker_log(url: str, options: Mapping[str, OptionValue]) -> Log:
-    """The log at `url`, opened once in a process and left to the process to close."""
+    """The log at `url`, opened once per process and closed when the process ends."""
     name = (os.getpid(), url, tuple(sorted(options.items())))
     if name not in _open:
         _open[name] = quiet_log(url, options)

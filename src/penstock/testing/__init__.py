@@ -5,7 +5,10 @@ Needs `penstock[testing]`.
 
 import pytest
 
-# Before these are imported: a failing `assert` in them then says what it compared.
+# Before these are imported, so that a failing `assert` in them shows what it compared.
 pytest.register_assert_rewrite(
-    "penstock.testing.contract", "penstock.testing.workload", "penstock.testing.model"
+    "penstock.testing.contract",
+    "penstock.testing.workload",
+    "penstock.testing.model",
+    "penstock.testing.sink_contract",
 )

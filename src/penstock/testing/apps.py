@@ -6,8 +6,8 @@
         assert run.events(alerts) == [Alert("ada", "tea")]
         assert run.table(seen) == {"ada": {"tea"}}
 
-Without a Spark session, agents, lookups and joins of tables run in this process; with one
-(`test_session()`), everything does.
+Without a Spark session, only agents, lookups and joins of tables can run, in this process; with
+one (`test_session()`), everything can.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from penstock import failpoints
-from penstock.app.app import App
-from penstock.app.plan import plan
-from penstock.app.query import QueryLimits
-from penstock.app.runner import Backend, InlineBackend, QueryStatus, Runner, RunnerOptions, build
-from penstock.app.streams import AppStream, Emit
-from penstock.app.tables import AppTable, Values, without_window
-from penstock.app.windows import Duration, duration_us
+from penstock.app.declaring.app import App
+from penstock.app.declaring.plan import plan
+from penstock.app.declaring.streams import AppStream, Emit
+from penstock.app.declaring.tables import AppTable, Values, without_window
+from penstock.app.declaring.windows import Duration, duration_us
+from penstock.app.running.backends import Backend, InlineBackend
+from penstock.app.running.building import build
+from penstock.app.running.query import QueryLimits
+from penstock.app.running.runner import QueryStatus, Runner, RunnerOptions
 from penstock.errors import PenstockError
 from penstock.log import OptionValue, open_log
 from penstock.log.api import Log
-from penstock.log.read import ReadOptions, read_batches
+from penstock.log.reading.read import ReadOptions, read_batches
 from penstock.producer import Producer, ProducerOptions
 from penstock.records.event import Event, Key
 
@@ -45,7 +47,7 @@ IDLE_TIMEOUT_S = 120.0
 
 @functools.cache
 def test_session() -> SparkSession:
-    """The one Spark session of a test run: two cores, quick to start, silent."""
+    """The one Spark session of a test run: two cores, fast to start, and silent."""
     from penstock.spark.session import open_session
 
     return open_session(
@@ -102,9 +104,13 @@ class AppTest:
 
     def _start(self) -> None:
         self.runner = build(
-            self.log, plan(self.app).only(self._only), self._backend(), limits=self._limits,
-            options=self._options, clock=self.now_us,
-        )  # fmt: skip
+            self.log,
+            plan(self.app).only(self._only),
+            self._backend(),
+            limits=self._limits,
+            options=self._options,
+            clock=self.now_us,
+        )
         self.runner.start()
 
     def _backend(self) -> Backend:
@@ -113,9 +119,12 @@ class AppTest:
         from penstock.spark.backend import SparkBackend
 
         return SparkBackend(
-            self._spark, self.folder / "checkpoints", limits=self._limits, clock=self.now_us,
+            self._spark,
+            self.folder / "checkpoints",
+            limits=self._limits,
+            clock=self.now_us,
             log_options=self._log_options,
-        )  # fmt: skip
+        )
 
     def __exit__(
         self,
@@ -138,14 +147,18 @@ class AppTest:
     def send(
         self, to: AppStream[T] | AppTable[object], *data: T | Emit, key: Key | None = None
     ) -> None:
-        """Append events; a `stream.new(…)` brings its own envelope."""
+        """Append events; one made by `stream.new(…)` has an envelope of its own."""
         for item in data:
             if isinstance(item, Emit):
                 given = item.options
                 self._producer.send(
-                    to.name, item.data, key=given.key, id=given.id, time=given.time,
+                    to.name,
+                    item.data,
+                    key=given.key,
+                    id=given.id,
+                    time=given.time,
                     headers=given.headers,
-                )  # fmt: skip
+                )
             else:
                 self._producer.send(to.name, item, key=key)
         self._producer.flush()
@@ -159,7 +172,8 @@ class AppTest:
 
     @contextmanager
     def fault(self, name: str, at: int = 1) -> Iterator[None]:
-        """Make the named failpoint raise, the `at`-th time from now; the app must get over it."""
+        """Make the named failpoint raise when it is next reached for the `at`-th time; the app must
+        recover."""
         failpoints.arm(name, "raise", at)
         try:
             yield
@@ -169,7 +183,7 @@ class AppTest:
     # Output
 
     def until_idle(self, timeout_s: float = IDLE_TIMEOUT_S) -> None:
-        """Wait until everything has been handled; raises why a query was given up."""
+        """Wait until everything has been handled; raises the error of a query that was given up."""
         done = self.runner.until_idle(timeout_s)
         failure = self.runner.failure()
         if failure is not None:
@@ -178,7 +192,7 @@ class AppTest:
             raise PenstockError(f"the app was not idle after {timeout_s} s: {self.statuses()}")
 
     def until_failed(self, timeout_s: float = IDLE_TIMEOUT_S) -> PenstockError:
-        """Wait until a query is given up; gives the reason."""
+        """Wait until a query is given up, and return its error."""
         deadline = time.monotonic() + timeout_s
         while (failure := self.runner.failure()) is None:
             if time.monotonic() > deadline:
@@ -192,7 +206,7 @@ class AppTest:
     def whole_events(self, stream: AppStream[T] | AppTable[object] | str) -> list[Event[Any]]:
         """The events of a stream or of a table's changelog, in order of commit and offset.
 
-        What has no handle goes by its name: dead letters are in `NAME_dead`.
+        A stream without a handle is given by name: dead letters are in `NAME_dead`.
         """
         if isinstance(stream, str):
             known = self.app.streams.get(stream) or self.app.tables.get(stream)
@@ -215,11 +229,11 @@ class AppTest:
     def events(self, stream: AppTable[object] | str) -> list[Any]: ...
 
     def events(self, stream: AppStream[T] | AppTable[object] | str) -> list[Any]:
-        """Their data alone."""
+        """The data of these events."""
         return [event.data for event in self.whole_events(stream)]
 
     def table(self, table: AppTable[V]) -> dict[Any, V]:
-        """All entries; of a windowed table by key and start of the window in milliseconds."""
+        """All entries by key; for a windowed table, by key and start of the window in ms."""
         values = Values(table, self.log.stream(table.name))
         found: dict[Any, V] = {}
         for entries in self.log.snapshot(table.name):

@@ -1,6 +1,6 @@
-"""A disk that fails: an SQLite VFS which errs, kills or forgets at a chosen operation.
+"""A disk that fails: an SQLite VFS that raises, kills or loses data at a chosen operation.
 
-The file system below is the real one; only the chosen call is answered differently.
+The underlying file system is the real one; only the chosen call behaves differently.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Failure = Literal["full", "io", "kill"]
 class Fault(msgspec.Struct):
     """Fail the `at`-th such operation on a file whose name ends with `suffix`.
 
-    `lasting` faults go on failing. `late` ones do the operation first and then fail, as a
-    disk does that wrote the data and lost the answer.
+    `lasting` faults keep failing. `late` ones perform the operation first and then fail, like a
+    disk that wrote the data but lost the answer.
     """
 
     operation: Operation
@@ -56,7 +56,7 @@ class Fault(msgspec.Struct):
 
 
 class FaultyVfs(apsw.VFS):
-    """A VFS of the given name; register it by making it, and keep it while it is used."""
+    """A VFS of the given name. Creating it registers it; keep it as long as it is used."""
 
     def __init__(self, name: str) -> None:
         self.faults: list[Fault] = []
@@ -82,13 +82,14 @@ class FaultyVfs(apsw.VFS):
         return next((f for f in self.faults if f.strikes(operation, name)), None)
 
     def wrote(self, name: str, data: bytes, offset: int) -> None:
-        """Note what may reach the disk, or not, until the file is synced."""
+        """Record a write that may or may not reach the disk until the file is synced."""
         if self.durable is not None and not name.endswith("-shm"):
             self._unsynced.setdefault(Path(name).name, []).append((offset, data))
 
     def lose_power(self, target: Path, chance: random.Random) -> None:
-        """Leave in a folder what a disk may hold then: what was synced, and any of the rest."""
-        assert self.durable is not None, "say where the disk is"
+        """Write to a folder what a disk may hold after a power loss: everything that was synced,
+        and any part of the rest."""
+        assert self.durable is not None, "set durable first"
         shutil.copytree(self.durable, target)
         for name in self._deleted:
             if chance.random() < 0.5:
@@ -100,8 +101,8 @@ class FaultyVfs(apsw.VFS):
                         file.seek(offset)
                         file.write(data)
 
-    def synced(self, name: str) -> None:
-        """Note what is safe now: the whole content of a file that was just synced."""
+    def note_sync(self, name: str) -> None:
+        """Record the whole content of a file that was just synced as durable."""
         self.syncs.append(name)
         self._unsynced.pop(Path(name).name, None)
         self._deleted.discard(Path(name).name)
@@ -137,7 +138,7 @@ class _FaultyFile(apsw.VFSFile):
         if fault and not fault.late:
             fault.fail()
         super().xSync(flags)
-        self._vfs.synced(self._name)
+        self._vfs.note_sync(self._name)
         if fault:
             fault.fail()
 

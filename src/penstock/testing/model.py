@@ -1,7 +1,7 @@
 """A simple in-memory model of the log, and a state machine that compares an engine with it.
 
-The model is the contract in its plainest form: lists and dictionaries, no storage. Hypothesis
-makes up sequences of operations; after each one both must say the same.
+The model is the contract in its simplest form: lists and dictionaries, no storage. Hypothesis
+generates sequences of operations; after each one, both must give the same results.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.errors import FencedError, PieceError, SequenceError, UnknownObjectError
 from penstock.log.api import Commit, Committed, Holder, Log, Part, Piece
-from penstock.log.compose import Composer, EventOptions
-from penstock.log.objects import CreateStream, DropStream, GrowStream, declare
-from penstock.log.read import read_changes
-from penstock.log.table import Table
+from penstock.log.declaring.objects import CreateStream, DropStream, GrowStream, declare
+from penstock.log.reading.read import read_changes
+from penstock.log.reading.table import Table
+from penstock.log.writing.compose import Composer, EventOptions
 from penstock.records.schema import Record
 
 NAMES = ("plain", "table", "unique")
@@ -27,17 +27,17 @@ PRODUCERS = ("p", "q")
 Outcome = Literal["committed", "repeated", "fenced", "old", "no piece", "no stream"]
 
 
-class Entry(Record):
+class ModelEntry(Record):
     key: str
     value: int
 
 
 Row = tuple[str, str | int | None, int]
-"""Key, id where the producer gives it, and value."""
+"""Key, id if the producer gives one, and value."""
 
 
-class Staged(NamedTuple):
-    """A piece that may be published, or not any more."""
+class ModelStaged(NamedTuple):
+    """A staged piece, which may or may no longer be published."""
 
     piece: Piece
     producer: str
@@ -50,7 +50,7 @@ class Staged(NamedTuple):
 
 
 class Model:
-    """What the log should be, after everything that was done to it."""
+    """The expected state of the log after a sequence of operations."""
 
     def __init__(self) -> None:
         self.partitions: dict[str, int] = {}
@@ -77,7 +77,7 @@ class Model:
         return self.epochs[producer]
 
     def admit(self, producer: str, epoch: int, sequence: int) -> Outcome | None:
-        """What a commit of this name is answered before its content is looked at."""
+        """The answer to a commit of this name that does not depend on its content."""
         if self.epochs.get(producer) != epoch:
             return "fenced"
         latest = self.latest.get(producer)
@@ -95,8 +95,8 @@ class Model:
 
     def table(self) -> dict[bytes, int]:
         rows = self.events.get("table", [[]])
-        # One partition at a time: a key's latest is the last one of its newest home, which the
-        # machine keeps single by never growing the table.
+        # One partition at a time: a key's latest value is the last one in its partition. The
+        # machine never grows the table, so a key has only one partition.
         return {key.encode(): value for partition in rows for key, value in partition}
 
 
@@ -108,7 +108,7 @@ sequences = st.integers(0, 12)
 
 
 class LogMachine(RuleBasedStateMachine):
-    """Subclass it with `open_log`, which gives a new, empty log; `close_log` ends it."""
+    """Subclass it with `open_log`, which returns a new, empty log; `close_log` closes it."""
 
     open_log: Callable[[], Log]
 
@@ -121,7 +121,7 @@ class LogMachine(RuleBasedStateMachine):
         self.model = Model()
         self.composer = Composer("machine", self.log.limits)
         self.holders: list[tuple[Holder, int]] = []
-        self.staged: list[Staged] = []
+        self.staged: list[ModelStaged] = []
         for name in NAMES:
             self._create(name)
 
@@ -129,7 +129,7 @@ class LogMachine(RuleBasedStateMachine):
         partitions = 2 if name == "plain" else 1
         ids_from = "producer" if name == "unique" else "log"
         spec = declare(
-            name, Entry, key="key", partitions=partitions, ids=ids_from, table=name == "table"
+            name, ModelEntry, key="key", partitions=partitions, ids=ids_from, table=name == "table"
         )
         self.log.apply([CreateStream(spec)])
         self.model.create(name, partitions)
@@ -153,7 +153,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), sequence=sequences, content=st.dictionaries(st.sampled_from(NAMES), rows))
     def commit(self, data: st.DataObject, sequence: int, content: dict[str, list[Row]]) -> None:
-        """Commit parts, with any holder that there ever was."""
+        """Commit parts with any holder that has ever existed."""
         if not self.holders:
             return
         holder, epoch = data.draw(st.sampled_from(self.holders))
@@ -167,9 +167,9 @@ class LogMachine(RuleBasedStateMachine):
             for name, found in content.items():
                 wanted = self._rows(name, found)
                 self.model.append(name, wanted, self.model.partitions[name])
-            self._committed(holder.producer, sequence)
+            self._note_commit(holder.producer, sequence)
 
-    def _committed(self, producer: str, sequence: int) -> None:
+    def _note_commit(self, producer: str, sequence: int) -> None:
         self.model.latest[producer] = sequence
         self.model.progress[producer] = str(sequence).encode()
 
@@ -186,15 +186,21 @@ class LogMachine(RuleBasedStateMachine):
         if pieces:
             stream = self.log.stream(name)
             self.staged.append(
-                Staged(
-                    pieces[0], holder.producer, epoch, sequence, name, stream.id,
-                    stream.partitions, self._rows(name, content),
+                ModelStaged(
+                    pieces[0],
+                    holder.producer,
+                    epoch,
+                    sequence,
+                    name,
+                    stream.id,
+                    stream.partitions,
+                    self._rows(name, content),
                 )
-            )  # fmt: skip
+            )
 
     @rule(data=st.data(), sequence=sequences)
     def publish(self, data: st.DataObject, sequence: int) -> None:
-        """Commit some staged pieces, right ones or wrong ones."""
+        """Commit some staged pieces, valid or invalid."""
         if not self.holders or not self.staged:
             return
         holder, epoch = data.draw(st.sampled_from(self.holders))
@@ -206,7 +212,7 @@ class LogMachine(RuleBasedStateMachine):
         answer = self._answer(lambda: self.log.commit(holder, sequence, commit))
         expected = self.model.admit(holder.producer, epoch, sequence)
         if expected is not None and answer == "no piece":
-            return  # both are right: the piece is looked up first
+            return  # both answers are right: the piece is looked up first
         if expected is None and not self._may_publish(chosen, holder, epoch, sequence):
             expected = "no piece"
         assert answer == (expected or "committed")
@@ -214,9 +220,11 @@ class LogMachine(RuleBasedStateMachine):
             for item in chosen:
                 self.model.append(item.stream, item.rows, item.partitions)
                 self.staged.remove(item)
-            self._committed(holder.producer, sequence)
+            self._note_commit(holder.producer, sequence)
 
-    def _may_publish(self, chosen: list[Staged], holder: Holder, epoch: int, sequence: int) -> bool:
+    def _may_publish(
+        self, chosen: list[ModelStaged], holder: Holder, epoch: int, sequence: int
+    ) -> bool:
         names = [item.piece.batches for item in chosen]
         mine = (holder.producer, epoch, sequence)
         return len(set(names)) == len(names) and all(
@@ -236,13 +244,13 @@ class LogMachine(RuleBasedStateMachine):
         for name, partitions in self.model.events.items():
             found: list[list[tuple[str, int]]] = [[] for _ in partitions]
             last = [-1] * len(partitions)
-            for event in read_changes(self.log, name, Entry):
+            for event in read_changes(self.log, name, ModelEntry):
                 assert event.data is not None
                 assert event.offset > last[event.partition]
                 last[event.partition] = event.offset
                 found[event.partition].append((event.data.key, event.data.value))
             assert found == partitions, name
-        table = Table(self.log, "table", Entry)
+        table = Table(self.log, "table", ModelEntry)
         assert {key: entry.value for key, entry in table.items()} == self.model.table()
         assert self.log.progress_items("") == dict(sorted(self.model.progress.items()))
 
@@ -254,7 +262,7 @@ class LogMachine(RuleBasedStateMachine):
         stream = self.log.stream(name)
         events = [
             self.composer.admit(
-                stream, Entry(key, value), EventOptions(id=id_ if name == "unique" else None)
+                stream, ModelEntry(key, value), EventOptions(id=id_ if name == "unique" else None)
             )
             for key, id_, value in found
         ]

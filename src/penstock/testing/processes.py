@@ -1,4 +1,4 @@
-"""A running app as a process that can be killed: the runner, Spark's JVM, or a worker."""
+"""A running app as processes that can be killed: the runner, Spark's JVM, or a worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VICTIMS: tuple[Victim, ...] = ("runner", "jvm", "worker")
 
 
 class SparkProcess:
-    """A program that uses Spark, in a process of its own, with everything that it starts."""
+    """A program that uses Spark, in a process of its own, with all processes that it starts."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class SparkProcess:
         output: Path | None = None,
     ) -> None:
         self._command = list(command)
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {"PYTHONFAULTHANDLER": "1", **os.environ, **(environment or {})}
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -37,9 +37,12 @@ class SparkProcess:
         out = (self._output or Path(os.devnull)).open("ab")
         with out:
             self._process = subprocess.Popen(
-                self._command, stdout=out, stderr=out, env=self._environment,
+                self._command,
+                stdout=out,
+                stderr=out,
+                env=self._environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         return self
 
     def __exit__(
@@ -59,14 +62,14 @@ class SparkProcess:
         return self.process.poll() is None
 
     def wait(self, timeout_s: float) -> int | None:
-        """The exit code, or `None` if it still runs then."""
+        """The exit code, or `None` if it is still running after the timeout."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self, victim: Victim, chance: random.Random) -> bool:
-        """SIGKILL to one process of that kind; False if there is none at the moment."""
+        """Kill one process of that kind with SIGKILL; false if there is none at the moment."""
         found = [self.process.pid] if victim == "runner" else self._members(victim)
         if not found:
             return False
@@ -82,8 +85,15 @@ class SparkProcess:
                 found.append(pid)
         return found
 
+    def explain(self) -> str:
+        """Its stacks, if it is still running, and the end of its output. Ends the process."""
+        if self.is_running():
+            self.process.send_signal(signal.SIGABRT)  # Python prints its stacks
+            self.wait(10)
+        return "" if self._output is None else self._output.read_text("utf-8")[-8000:]
+
     def cpu_s(self) -> dict[int, float]:
-        """The seconds of processor time that it and each process it started have taken."""
+        """The processor time in seconds of it and of each process that it started."""
         taken = {}
         for pid in (self.process.pid, *(pid for pid, _ in processes_of(self.process.pid))):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -91,7 +101,7 @@ class SparkProcess:
         return taken
 
     def kill_all(self) -> None:
-        """End everything, the hard way."""
+        """Kill all of its processes."""
         for pid, _ in processes_of(self.process.pid):
             _try_kill(pid)
         _try_kill(self.process.pid)
@@ -99,8 +109,8 @@ class SparkProcess:
 
 
 class RunnerProcess(SparkProcess):
-    """`penstock run`. With `quick`, Spark is told to compile less: it starts sooner, and is
-    killed soon anyway.
+    """`penstock run`. With `quick`, Java compiles less: it starts faster, and is soon killed
+    anyway.
     """
 
     def __init__(
@@ -115,14 +125,21 @@ class RunnerProcess(SparkProcess):
     ) -> None:
         less = ("--setting", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1")
         command = [
-            sys.executable, "-m", "penstock.cli", "run", str(app), "--log", str(log),
-            *(less if quick else ()), *arguments,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "penstock.cli",
+            "run",
+            str(app),
+            "--log",
+            str(log),
+            *(less if quick else ()),
+            *arguments,
+        ]
         super().__init__(command, environment=environment, output=output)
 
 
 def cpu_s(pid: int) -> float:
-    """The seconds of processor time that a process has taken."""
+    """The processor time in seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -135,7 +152,7 @@ def _try_kill(pid: int) -> None:
 
 
 def processes_of(session: int) -> list[tuple[int, str]]:
-    """The processes of a session with their command lines, its leader left out."""
+    """The processes of a session with their command lines, without its leader."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == session:

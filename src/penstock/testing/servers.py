@@ -1,4 +1,5 @@
-"""Real Redis and PostgreSQL on loopback, for the length of a block; Debian's own programs."""
+"""Real Redis and PostgreSQL servers on loopback, for the length of a block, as Debian installs
+them."""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ from typing import Self
 
 READY_S = 60.0
 STILL_THERE = "is still in use"
-INSTALL = "apt-get install redis-server postgresql (make tools does)"
+INSTALL = "run `apt-get install redis-server postgresql`, or `make tools`"
 
 
 class ServerError(Exception):
-    """A server is not installed, or does not come up."""
+    """A server is not installed, or does not start."""
 
 
 def free_port() -> int:
-    """A port of loopback that nobody uses at the moment."""
+    """A loopback port that is free at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 
 
-class _Server:
-    """A process that listens at a port; killed and started again at will."""
+class _LoopbackServer:
+    """A process that listens on a port, and can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,7 +41,7 @@ class _Server:
         raise NotImplementedError
 
     def _prepare(self) -> None:
-        """What is done once, before the first start."""
+        """Called once, before the first start."""
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -57,19 +58,20 @@ class _Server:
         self.stop()
 
     def start(self) -> None:
-        """Start and wait until it takes connections; raises `ServerError` with what it said."""
+        """Start it and wait until it accepts connections; raises `ServerError` with its output."""
         output = self.folder / "output.txt"
         deadline = time.monotonic() + READY_S
         while not self._comes_up(output, deadline):
             said = output.read_text(errors="replace")[-2000:]
             self.stop()
-            # What is left of one that was killed takes a moment to go.
+            # The remaining processes of a killed server take a moment to end.
             if STILL_THERE not in said or time.monotonic() > deadline:
-                raise ServerError(f"{type(self).__name__} did not come up:\n{said}")
+                raise ServerError(f"{type(self).__name__} did not start:\n{said}")
             time.sleep(0.2)
 
     def _comes_up(self, output: Path, deadline: float) -> bool:
-        with output.open("wb") as out:
+        output.write_bytes(b"")
+        with output.open("ab") as out:  # remains of a killed server write to it too
             self._process = subprocess.Popen(self._command(), stdout=out, stderr=out)
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -85,7 +87,7 @@ class _Server:
         return True
 
     def kill(self) -> None:
-        """SIGKILL, as a power loss of the process would be."""
+        """Kill it with SIGKILL, without giving it a chance to clean up."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -104,8 +106,8 @@ class _Server:
         self._process = None
 
 
-class RedisServer(_Server):
-    """A Redis that writes every change to disk before it answers."""
+class RedisServer(_LoopbackServer):
+    """A Redis server that writes every change to disk before it answers."""
 
     @property
     def url(self) -> str:
@@ -114,15 +116,26 @@ class RedisServer(_Server):
     def _command(self) -> list[str]:
         program = shutil.which("redis-server")
         if program is None:
-            raise ServerError(f"there is no redis-server: {INSTALL}")
+            raise ServerError(f"redis-server is not installed: {INSTALL}")
         return [
-            program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder),
-            "--appendonly", "yes", "--appendfsync", "always", "--save", "",
-        ]  # fmt: skip
+            program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.folder),
+            "--appendonly",
+            "yes",
+            "--appendfsync",
+            "always",
+            "--save",
+            "",
+        ]
 
 
-class PostgresServer(_Server):
-    """A PostgreSQL with a database `postgres`, which everybody on this machine may use."""
+class PostgresServer(_LoopbackServer):
+    """A PostgreSQL server with a database `postgres` that anyone on this machine may use."""
 
     @property
     def url(self) -> str:
@@ -137,23 +150,42 @@ class PostgresServer(_Server):
                     folder.chmod(folder.stat().st_mode | 0o055)
             (self.folder / "data").mkdir(exist_ok=True)
             os.chown(self.folder / "data", found.pw_uid, found.pw_gid)
-        command = [*self._program("initdb"), "-D", str(self.folder / "data"), "-U", "postgres",
-                   "-A", "trust", "-E", "UTF8", "--no-sync"]  # fmt: skip
+        command = [
+            *self._program("initdb"),
+            "-D",
+            str(self.folder / "data"),
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--no-sync",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
         if done.returncode:
             raise ServerError(f"initdb failed:\n{done.stderr}")
 
     def _command(self) -> list[str]:
         return [
-            *self._program("postgres"), "-D", str(self.folder / "data"), "-p", str(self.port),
-            "-h", "127.0.0.1", "-c", "unix_socket_directories=", "-c", "max_connections=50",
-        ]  # fmt: skip
+            *self._program("postgres"),
+            "-D",
+            str(self.folder / "data"),
+            "-p",
+            str(self.port),
+            "-h",
+            "127.0.0.1",
+            "-c",
+            "unix_socket_directories=",
+            "-c",
+            "max_connections=50",
+        ]
 
     def _program(self, name: str) -> list[str]:
         found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
         on_path = shutil.which(name)
         if not found and on_path is None:
-            raise ServerError(f"there is no {name}: {INSTALL}")
+            raise ServerError(f"{name} is not installed: {INSTALL}")
         program = str(found[-1]) if found else str(on_path)
         as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
         return [*as_user, program] if os.geteuid() == 0 else [program]

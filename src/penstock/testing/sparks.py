@@ -21,7 +21,7 @@ START_S_MAX = 60.0
 
 
 class SparkClusterError(PenstockError):
-    """A Spark cluster could not be had."""
+    """A Spark cluster could not be started."""
 
     code = "spark_cluster"
 
@@ -52,9 +52,15 @@ class SparkCluster:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._master = self._launch(
-                "master", "org.apache.spark.deploy.master.Master", "--host", "127.0.0.1",
-                "--port", str(self._port), "--webui-port", str(self._web),
-            )  # fmt: skip
+                "master",
+                "org.apache.spark.deploy.master.Master",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self._port),
+                "--webui-port",
+                str(self._web),
+            )
             for number in range(self.count):
                 self.start_worker(number)
             self._wait_ready()
@@ -73,13 +79,23 @@ class SparkCluster:
 
     def start_worker(self, number: int) -> None:
         self._workers[number] = self._launch(
-            f"worker-{number}", "org.apache.spark.deploy.worker.Worker", "--cores", "1",
-            "--memory", "1g", "--host", "127.0.0.1", "--webui-port", "0",
-            "--work-dir", str(self.folder / f"work-{number}"), self.url,
-        )  # fmt: skip
+            f"worker-{number}",
+            "org.apache.spark.deploy.worker.Worker",
+            "--cores",
+            "1",
+            "--memory",
+            "1g",
+            "--host",
+            "127.0.0.1",
+            "--webui-port",
+            "0",
+            "--work-dir",
+            str(self.folder / f"work-{number}"),
+            self.url,
+        )
 
     def kill_worker(self, number: int) -> None:
-        """SIGKILL to a worker and to the executors that it started."""
+        """Kill a worker and the executors that it started with SIGKILL."""
         worker = self._workers.pop(number)
         for pid in _children(worker.pid):
             _kill(pid)
@@ -97,9 +113,13 @@ class SparkCluster:
     def _launch(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         home = str(Path(pyspark.__file__).parent)
         environment = {
-            **os.environ, "SPARK_HOME": home, "SPARK_LOCAL_IP": "127.0.0.1",
-            "SPARK_NO_DAEMONIZE": "1", "PYSPARK_PYTHON": sys.executable, **self._environment,
-        }  # fmt: skip
+            **os.environ,
+            "SPARK_HOME": home,
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_NO_DAEMONIZE": "1",
+            "PYSPARK_PYTHON": sys.executable,
+            **self._environment,
+        }
         with (self.folder / f"{name}.log").open("wb") as out:
             return subprocess.Popen(
                 [f"{home}/bin/spark-class", *command], stdout=out, stderr=out, env=environment
@@ -110,21 +130,21 @@ class SparkCluster:
         while self._alive() < self.count:
             if time.monotonic() > deadline:
                 logs = (path.read_text()[-1500:] for path in self.folder.glob("*.log"))
-                raise SparkClusterError("the Spark cluster did not come up:\n" + "\n".join(logs))
+                raise SparkClusterError("the Spark cluster did not start:\n" + "\n".join(logs))
             time.sleep(0.1)
 
     def _alive(self) -> int:
-        """How many workers the master knows of."""
+        """The number of workers that the master reports as alive."""
         try:
             address = f"http://127.0.0.1:{self._web}/json/"
             with urllib.request.urlopen(address, timeout=5) as answer:
-                return str(answer.read()).count('"ALIVE"') - 1  # the master says it of itself
+                return str(answer.read()).count('"ALIVE"') - 1  # the master counts itself
         except OSError:
             return -1
 
 
 def _children(pid: int) -> list[int]:
-    """All processes that a process started, and those that they started."""
+    """All processes that a process started, directly or indirectly."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

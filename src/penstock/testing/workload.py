@@ -1,9 +1,9 @@
 """A workload that is killed on purpose, and the oracle that judges what it left behind.
 
-`python -m penstock.testing.workload LOG --seed 7 --commits 20` works through a sequence of
-operations that follows from the seed alone, saying on standard output what it tried and what
-was acknowledged. Started again after a kill it goes on where it was. `judge` compares what
-was said with what the log holds.
+`python -m penstock.testing.workload LOG --seed 7 --commits 20` performs a sequence of operations
+that depends only on the seed, and reports on standard output what it tried and what was
+acknowledged. If it is started again after a kill, it continues where it stopped. `judge` compares
+the reports with what the log holds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from penstock import failpoints
 from penstock.errors import ObjectExistsError, PenstockError
 from penstock.log import open_log
 from penstock.log.api import Commit, CommitOptions, Committed, Holder, Log, Part
-from penstock.log.compose import Composer, EventOptions
-from penstock.log.objects import CreateStream, declare
-from penstock.log.read import ReadOptions, read_changes, read_events
-from penstock.log.table import Table
-from penstock.log.transaction import Transaction
+from penstock.log.declaring.objects import CreateStream, declare
+from penstock.log.reading.read import ReadOptions, read_changes, read_events
+from penstock.log.reading.table import Table
+from penstock.log.writing.compose import Composer, EventOptions
+from penstock.log.writing.transaction import Transaction
 from penstock.records.schema import Record
 from penstock.testing.faults import Fault, FaultyVfs
 
@@ -35,8 +35,8 @@ STREAMS = ("plain", "table", "unique", "short")
 TRIES_MAX = 5
 
 
-class Item(Record):
-    """What the workload writes: which commit it belongs to, and which event of it."""
+class WorkItem(Record):
+    """An event of the workload: the commit it belongs to, and its number within it."""
 
     producer: str
     sequence: int
@@ -45,21 +45,21 @@ class Item(Record):
     aborted: bool = False
 
 
-def items_of(producer: str, sequence: int, seed: int) -> list[Item]:
-    """The events of a commit: a function of its name and the seed alone."""
+def items_of(producer: str, sequence: int, seed: int) -> list[WorkItem]:
+    """The events of a commit, which depend only on its name and the seed."""
     rng = random.Random(f"{seed}/{producer}/{sequence}")
     count = rng.randrange(1, 8)
-    return [Item(producer, sequence, n, f"k{rng.randrange(5)}") for n in range(count)]
+    return [WorkItem(producer, sequence, n, f"k{rng.randrange(5)}") for n in range(count)]
 
 
 def create_streams(log: Log) -> None:
-    """The workload's streams, whichever of them are not there yet."""
+    """Create the workload's streams that do not exist yet."""
     present = {str(stream.name) for stream in log.streams()}
     specs = (
-        declare("plain", Item, key="key", partitions=3),
-        declare("table", Item, key="key", table=True),
-        declare("unique", Item, ids="producer"),
-        declare("short", Item, retention_bytes=2000),
+        declare("plain", WorkItem, key="key", partitions=3),
+        declare("table", WorkItem, key="key", table=True),
+        declare("unique", WorkItem, ids="producer"),
+        declare("short", WorkItem, retention_bytes=2000),
     )
     for spec in specs:
         if spec.name not in present:
@@ -67,8 +67,8 @@ def create_streams(log: Log) -> None:
                 log.apply([CreateStream(spec)])
 
 
-def retried(work: Callable[[], T]) -> T:
-    """Try again after an injected failure, as a careful program would."""
+def retry(work: Callable[[], T]) -> T:
+    """Retry after an injected failure, as a careful program would."""
     for attempt in range(TRIES_MAX):
         try:
             return work()
@@ -80,8 +80,8 @@ def retried(work: Callable[[], T]) -> T:
     raise AssertionError("unreachable")
 
 
-class Worker:
-    """Does the operations of one producer, and says what it does."""
+class WorkloadWorker:
+    """Performs the operations of one producer, and reports what it does."""
 
     def __init__(self, log: Log, producer: str, seed: int) -> None:
         self._log = log
@@ -91,8 +91,8 @@ class Worker:
         self._holder: Holder | None = None
 
     def run(self, commits: int) -> None:
-        """Commit the sequences up to `commits` that are not committed yet."""
-        self._holder = retried(lambda: self._log.hold(self._producer))
+        """Commit the sequences below `commits` that are not committed yet."""
+        self._holder = retry(lambda: self._log.hold(self._producer))
         last = self._log.last_commit(self._producer)
         for sequence in range(last.sequence + 1 if last else 0, commits):
             self._step(sequence)
@@ -100,15 +100,15 @@ class Worker:
     def _step(self, sequence: int) -> None:
         rng = random.Random(f"{self._seed}/{self._producer}/{sequence}/step")
         if rng.random() < 0.2:
-            retried(lambda: self._abort(sequence))
+            retry(lambda: self._abort(sequence))
         if sequence % 6 == 3:
-            retried(self._log.maintain)
+            retry(self._log.maintain)
         if sequence % 8 == 5:
-            retried(lambda: self._make_stream(f"extra-{self._producer}-{sequence}"))
+            retry(lambda: self._make_stream(f"extra-{self._producer}-{sequence}"))
         if sequence % 7 == 6:
-            self._holder = retried(lambda: self._log.hold(self._producer))
+            self._holder = retry(lambda: self._log.hold(self._producer))
         _say("try", self._producer, sequence)
-        done = retried(lambda: self._commit(sequence, staged=rng.random() < 0.5))
+        done = retry(lambda: self._commit(sequence, staged=rng.random() < 0.5))
         _say("ack", self._producer, done.sequence)
 
     def _make_stream(self, name: str) -> None:
@@ -116,8 +116,8 @@ class Worker:
             self._log.apply([CreateStream(declare(name))])
 
     def _abort(self, sequence: int) -> None:
-        """A transaction that sends, spills, and is rolled back: nothing of it may be seen."""
-        holder = self._held()
+        """Roll back a transaction that has sent and spilled events: none may become visible."""
+        holder = self._hold_now()
         with Transaction(self._log, holder, sequence=sequence) as transaction:
             for item in items_of(self._producer, sequence, self._seed):
                 aborted = msgspec.structs.replace(item, aborted=True)
@@ -125,26 +125,30 @@ class Worker:
                 transaction.send("table", aborted)
             transaction.roll_back()
 
-    def _held(self) -> Holder:
+    def _hold_now(self) -> Holder:
         assert self._holder is not None
         return self._holder
 
     def _commit(self, sequence: int, staged: bool) -> Committed:
         last = self._log.last_commit(self._producer)
         if last is not None and last.sequence == sequence:
-            return last  # an earlier try whose outcome was unknown has happened
+            return last  # an earlier attempt, whose outcome was unknown, was committed
         items = items_of(self._producer, sequence, self._seed)
         parts = [self._part(name, items) for name in STREAMS]
         progress: dict[str, bytes | None] = {f"work/{self._producer}": str(sequence).encode()}
         if not staged:
-            return self._log.commit(self._held(), sequence, Commit(parts=parts, progress=progress))
-        lost = self._log.stage(self._held(), sequence, parts[0])  # a task that was run again
+            return self._log.commit(
+                self._hold_now(), sequence, Commit(parts=parts, progress=progress)
+            )
+        lost = self._log.stage(self._hold_now(), sequence, parts[0])  # a task that was run again
         del lost
-        pieces = [self._log.stage(self._held(), sequence, part) for part in parts]
+        pieces = [self._log.stage(self._hold_now(), sequence, part) for part in parts]
         commit = Commit(pieces=pieces, progress=progress)
-        return self._log.commit(self._held(), sequence, commit, CommitOptions(compression="zstd"))
+        return self._log.commit(
+            self._hold_now(), sequence, commit, CommitOptions(compression="zstd")
+        )
 
-    def _part(self, name: str, items: Sequence[Item]) -> Part:
+    def _part(self, name: str, items: Sequence[WorkItem]) -> Part:
         stream = self._log.stream(name)
         events = [
             self._composer.admit(stream, item, EventOptions(id=_id(name, item))) for item in items
@@ -152,7 +156,7 @@ class Worker:
         return self._composer.part(stream, events)
 
 
-def _id(stream: str, item: Item) -> str | int | None:
+def _id(stream: str, item: WorkItem) -> str | int | None:
     """Ids of the unique stream: some integers, some text, each used by two commits."""
     if stream != "unique":
         return None
@@ -169,7 +173,7 @@ def _say(*words: object) -> None:
 
 
 class Said(msgspec.Struct):
-    """What workloads said before they ended or were killed."""
+    """What workloads reported before they ended or were killed."""
 
     tried: set[tuple[str, int]]
     acked: set[tuple[str, int]]
@@ -189,7 +193,7 @@ def heard(lines: Iterable[str]) -> Said:
 
 
 def judge(log: Log, said: Said, seed: int) -> list[str]:
-    """What is wrong, if anything: one sentence per broken promise."""
+    """The broken promises, one sentence each; empty if all hold."""
     return [
         *_judge_commits(log, "plain", said, seed),
         *_judge_commits(log, "table", said, seed),
@@ -203,7 +207,7 @@ def judge(log: Log, said: Said, seed: int) -> list[str]:
 
 def _judge_commits(log: Log, stream: str, said: Said, seed: int) -> Iterator[str]:
     found: Counter[tuple[str, int, int]] = Counter()
-    for event in read_changes(log, stream, Item):
+    for event in read_changes(log, stream, WorkItem):
         item = event.data
         if item is None:
             yield f"{stream}: an event without data is visible"
@@ -216,31 +220,31 @@ def _judge_commits(log: Log, stream: str, said: Said, seed: int) -> Iterator[str
             yield f"{stream}: {name} is visible {count} times"
     visible = {(producer, sequence) for producer, sequence, _ in found}
     for commit in said.acked - visible:
-        yield f"{stream}: {commit} was acknowledged and is lost"
+        yield f"{stream}: {commit} was acknowledged but is lost"
     for commit in visible - said.tried:
-        yield f"{stream}: {commit} was never tried and is visible"
+        yield f"{stream}: {commit} was never tried but is visible"
     for producer, sequence in visible:
         wanted = {(producer, sequence, item.number) for item in items_of(producer, sequence, seed)}
         if not wanted <= set(found):
-            yield f"{stream}: only a part of {(producer, sequence)} is visible"
+            yield f"{stream}: only part of {(producer, sequence)} is visible"
 
 
 def _judge_unique(log: Log, said: Said, seed: int) -> Iterator[str]:
-    ids = Counter(event.id for event in read_events(log, "unique", Item))
+    ids = Counter(event.id for event in read_events(log, "unique", WorkItem))
     for id_, count in ids.items():
         if count > 1:
-            yield f"unique: the id {id_} is there {count} times"
+            yield f"unique: the id {id_} is visible {count} times"
     for producer, sequence in said.acked:
         for item in items_of(producer, sequence, seed):
             if str(_id("unique", item)) not in ids:
-                yield f"unique: {item} was acknowledged and its id is not there"
+                yield f"unique: {item} was acknowledged but its id is missing"
 
 
 def _judge_table(log: Log) -> Iterator[str]:
-    wanted = {event.key: event.data for event in read_changes(log, "table", Item)}
-    table = dict(Table(log, "table", Item).items())
+    wanted = {event.key: event.data for event in read_changes(log, "table", WorkItem)}
+    table = dict(Table(log, "table", WorkItem).items())
     if table != wanted:
-        yield f"table: its entries are not what its changelog gives: {table} != {wanted}"
+        yield f"table: its entries do not match its changelog: {table} != {wanted}"
 
 
 def _judge_progress(log: Log, said: Said) -> Iterator[str]:
@@ -248,7 +252,7 @@ def _judge_progress(log: Log, said: Said) -> Iterator[str]:
         value = log.progress(f"work/{producer}")
         last = log.last_commit(producer)
         if value != (str(last.sequence).encode() if last else None):
-            yield f"progress of {producer} is {value!r}, its latest commit {last}"
+            yield f"the progress of {producer} is {value!r}, but its latest commit is {last}"
 
 
 def _judge_offsets(log: Log) -> Iterator[str]:
@@ -276,8 +280,8 @@ def main() -> None:
         vfs.faults.append(msgspec.json.decode(given.fault, type=Fault))
         options["vfs"] = "workload"
     with open_log(given.log, create=True, upkeep_interval_ms=0, **options) as log:
-        retried(lambda: create_streams(log))
-        Worker(log, given.producer, given.seed).run(given.commits)
+        retry(lambda: create_streams(log))
+        WorkloadWorker(log, given.producer, given.seed).run(given.commits)
     _say("done")
 
 

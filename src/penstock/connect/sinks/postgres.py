@@ -1,104 +1,54 @@
-"""A PostgreSQL table as a sink: each message a row, inserted or updated by its key.
+"""A PostgreSQL table as a sink: each message is a row, inserted or updated by its key.
 
-A stretch is put into `penstock_sink_pending` as it comes, waits there while it is voted for, and
-reaches the table in one transaction with the record that it has, in `penstock_sink`. A worker has
-two at most, one that waits and one that comes, numbered 0 and 1 by turns.
+A transaction of messages is one database transaction, which also moves the mark in
+`penstock_sink`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import psycopg
 from psycopg import sql
 
-from penstock.connect.sources.postgres import Connection, connected, identifier, within
-from penstock.connect.wire import Message
-from penstock.errors import ConnectorError, UsageError
+from penstock.connect.hosts.targets import SinkMessage, SinkTarget
+from penstock.connect.protocol.marks import Mark
+from penstock.connect.systems.postgres import (
+    PostgresConnection,
+    connect,
+    limit_time,
+    quote_table,
+)
+from penstock.errors import ConnectorError, MarkMovedError, UsageError
+from penstock.resources import statements
 
+SQL = statements("penstock.connect.sinks", "postgres.sql")
 TIMEOUT_S = 50.0
-LOCK = 0x70656E73
-HELD_BYTES_MAX = 4 << 20
-ROW_BYTES = 100
-"""What a row takes beside its data, roughly."""
+TRIAL_S = 5.0
+"""How long a vote waits for a busy database; after that it is given without a rehearsal."""
 FOR_GOOD = ("0A", "21", "22", "23", "42", "44", "54")
-"""Classes of SQLSTATE for what will be refused again: data, constraints, columns, rights."""
+"""SQLSTATE classes of permanent errors: data, constraints, columns, privileges."""
 REASON_CHARS_MAX = 1000
 PAGE_ROWS = 500
-PAGE_BYTES = 4 << 20
-Row = tuple[bytes | None, bytes]
-
-# Two workers that begin at once would both create the tables.
-TABLES = f"""
-    SELECT pg_advisory_xact_lock({LOCK});
-    CREATE TABLE IF NOT EXISTS penstock_sink (
-        worker text PRIMARY KEY,
-        committed bigint NOT NULL DEFAULT 0,
-        waiting smallint,
-        waiting_end bigint,
-        opened bigint NOT NULL DEFAULT 0
-    );
-    CREATE TABLE IF NOT EXISTS penstock_sink_pending (
-        worker text NOT NULL,
-        stretch smallint NOT NULL,
-        position bigint NOT NULL,
-        key bytea,
-        payload bytea NOT NULL,
-        PRIMARY KEY (worker, stretch, position)
-    );
-"""
-OPEN = """
-    INSERT INTO penstock_sink (worker, opened) VALUES (%s, 1)
-    ON CONFLICT (worker) DO UPDATE SET opened = penstock_sink.opened + 1
-    RETURNING opened, committed, waiting, waiting_end
-"""
-OWN = """
-    SELECT committed, waiting, waiting_end FROM penstock_sink
-    WHERE worker = %s AND opened = %s FOR UPDATE
-"""
-RECORD = """
-    UPDATE penstock_sink SET committed = %s, waiting = NULL, waiting_end = NULL WHERE worker = %s
-"""
-WAIT = "UPDATE penstock_sink SET waiting = %s, waiting_end = %s WHERE worker = %s"
-# Some rows, and of large ones only the first.
-PAGE = """
-    WITH page AS (
-        SELECT position, key, payload, sum(length(payload)) OVER (ORDER BY position) AS total
-        FROM (
-            SELECT position, key, payload FROM penstock_sink_pending
-            WHERE worker = %s AND stretch = %s AND position > %s ORDER BY position LIMIT %s
-        ) AS next
-    )
-    SELECT position, key, payload FROM page WHERE total - length(payload) < %s ORDER BY position
-"""
-FORGET = "DELETE FROM penstock_sink_pending WHERE worker = %s"
-FORGET_OTHER = f"{FORGET} AND stretch <> %s"
-COPY = "COPY penstock_sink_pending (worker, stretch, position, key, payload) FROM STDIN"
 
 
-class Standing(NamedTuple):
-    """What the database has of a worker: where it is committed, and which stretch waits."""
+class PostgresSink(SinkTarget):
+    """Writes to `table`, which must have a unique index on `key_columns`.
 
-    committed: int
-    waiting: int | None = None
-    waiting_end: int | None = None
+    A message is a JSON object; its members are the columns, including the key columns, converted
+    as PostgreSQL converts JSON. Columns that it does not name keep their values. An empty message
+    deletes the row with its key, if there is a single key column.
 
-
-class PostgresSink:
-    """Rows of `table`, which has a unique index on `key_columns`.
-
-    A message is a JSON object; its members are the columns, the keys among them, converted as
-    PostgreSQL converts JSON. Columns it does not name keep what they have. An empty message
-    deletes the row of its key, if there is one key column.
-
-    A vote is kept: with `rehearse`, a stretch is written to the table and rolled back before it
-    is voted for, so what the table would refuse is voted against. Without, half the work is
-    saved, and a row that is refused stops the worker at its commit.
+    With `rehearse`, rows are written to the table and rolled back before the vote, if the database
+    is available: the sink votes against rows that the table would refuse. Without it, half the
+    work is saved, and a row that is refused is set aside once its transaction is committed.
     """
+
+    page_bytes = None
 
     def __init__(
         self,
@@ -111,33 +61,28 @@ class PostgresSink:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not key_columns:
-            raise UsageError("a table's rows are found by one key column or more")
+            raise UsageError("no key column given: name at least one, to identify rows")
         self._url = url
-        self._worker = worker
-        self._own_name = f"{table}/{worker}"
-        self._table = identifier(table)
+        self._name = f"{table}/{worker}"
+        self._table = quote_table(table)
         self._keys = tuple(key_columns)
-        self._rehearse = rehearse
+        self._rehearses = rehearse
         self._timeout_s = timeout_s
-        self._connection: Connection | None = None
-        self._opened = 0
-        self._stretch = 0
-        self._stored = 0
-        """How many rows of the stretch the database has; the others are still here."""
-        self._rows: list[Row] = []
-        self._held_bytes = 0
-        self._at = 0
+        self._connection: PostgresConnection | None = None
+        self._using = threading.Lock()
+        """A rehearsal and `apply` would wait for each other's row locks."""
+        self._trial: PostgresConnection | None = None
 
-    def check(self) -> None:
-        """Raises `UsageError` if the table cannot be used as it is, psycopg's own error if the
-        database is away.
+    def check_server(self) -> None:
+        """Raise `UsageError` if the table cannot be used as it is, psycopg's own error if the
+        database is unavailable.
         """
-        with connected(self._url, self._timeout_s) as connection:
-            with within(connection, self._timeout_s):
+        with connect(self._url, self._timeout_s) as connection:
+            with limit_time(connection, self._timeout_s):
                 self._check_table(connection)
 
-    def _check_table(self, connection: Connection) -> None:
-        """Have the database plan a write, which says whether it could be done."""
+    def _check_table(self, connection: PostgresConnection) -> None:
+        """Let the database plan a write, which tells whether it is possible."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self._keys))
         plan = sql.SQL(
             "EXPLAIN INSERT INTO {table} ({keys}) SELECT {keys} FROM {table} WHERE false"
@@ -148,162 +93,120 @@ class PostgresSink:
         except psycopg.ProgrammingError as error:
             names = ", ".join(self._keys)
             raise UsageError(
-                f"PostgreSQL takes no rows for {self._table.as_string()}: {reason(error)}; the "
-                f"table must exist, with a unique index on {names}, and the user must be allowed "
-                "to read and write it"
+                f"PostgreSQL accepts no rows for {self._table.as_string()}: {explain(error)}; the "
+                f"table must exist and have a unique index on {names}, and the user must be "
+                "allowed to read and write it"
             ) from error
 
-    def open(self, committed: int, kept: int | None) -> None:
-        """Raises `ConnectorError` if the database has committed neither the one nor the other."""
-        self.close()
-        self._connection = connected(self._url, self._timeout_s)
-        self._at = committed if kept is None else kept
-        try:
-            with within(self._connection, self._timeout_s), self._connection.transaction():
-                self._check_table(self._connection)
-                self._begin(self._connection, committed, kept)
-        except psycopg.errors.InsufficientPrivilege as error:
-            self.close()
-            raise UsageError(f"the sink's user cannot make its tables: {reason(error)}") from error
-        except BaseException:
-            self.close()
-            raise
+    def applied(self) -> Mark:
+        with self._using:
+            if self._connection is not None:
+                self._connection.close()
+            connection = self._connection = connect(self._url, self._timeout_s)
+            try:
+                with limit_time(connection, self._timeout_s), connection.transaction():
+                    self._check_table(connection)
+                    return self._read_mark(connection)
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise UsageError(
+                    f"the user cannot create the sink's own table: {explain(error)}"
+                ) from error
 
-    def _begin(self, connection: Connection, committed: int, kept: int | None) -> None:
-        connection.execute(TABLES)
-        found = connection.execute(OPEN, (self._own_name,)).fetchone()
-        self._opened, *rest = found or (0, 0)
-        standing = Standing(*rest)
-        if standing.committed not in (committed, kept):
-            raise ConnectorError(
-                f"the database has {standing.committed} bytes of worker {self._worker}, and "
-                f"{committed} were committed: it is another one, or it has lost some"
-            )
-        if kept is None or standing.waiting_end != kept:
-            self._forget(connection, standing.committed)
-        else:
-            self._turn(1 - (standing.waiting or 0))
-            connection.execute(FORGET_OTHER, (self._own_name, standing.waiting))
+    def _read_mark(self, connection: PostgresConnection) -> Mark:
+        if connection.execute(SQL["is there"]).fetchone() is None:
+            connection.execute(SQL["create"])
+        connection.execute(SQL["begin"], (self._name,))
+        found = connection.execute(SQL["mark"], (self._name,)).fetchone()
+        return Mark(*(found or ()))
 
-    def append(self, messages: Sequence[Message]) -> None:
-        rows = [self._row(message) for message in messages]
-        self._rows += rows
-        self._held_bytes += sum(len(key or b"") + len(data) + ROW_BYTES for key, data in rows)
-        self._at += sum(len(data) for _, data in rows)
-        if self._held_bytes > HELD_BYTES_MAX:
-            with self._own() as (connection, _):
-                self._put(connection)
-
-    def _put(self, connection: Connection) -> None:
-        """Have the database keep what is here."""
-        with connection.cursor().copy(COPY) as copy:
-            for position, (key, payload) in enumerate(self._rows, self._stored):
-                copy.write_row((self._own_name, self._stretch, position, key, payload))
-        self._stored += len(self._rows)
-        self._rows, self._held_bytes = [], 0
-
-    def flush(self) -> None:
-        with self._own() as (connection, _):
-            connection.execute(FORGET_OTHER, (self._own_name, self._stretch))
-            self._put(connection)
-            if self._rehearse:
-                self._try(connection)
-            connection.execute(WAIT, (self._stretch, self._at, self._own_name))
-        self._turn(1 - self._stretch)
-
-    def commit(self, start: int, end: int) -> None:  # noqa: ARG002  the end says it all
-        """Applied once: what waits goes in the same transaction, and without it nothing is done.
-
-        A stretch of messages without data is no longer than none: that it was recorded before
-        does not say that it was applied.
+    def apply(self, messages: Iterable[SinkMessage], after: Mark, mark: Mark) -> None:
+        """One transaction. Raises `ConnectorError` for rows that the table will never accept,
+        psycopg's own error if they may be accepted later.
         """
-        with self._own() as (connection, standing):
-            if standing.waiting is not None and standing.waiting_end == end:
-                self._apply(connection, standing.waiting)
-                connection.execute(FORGET_OTHER, (self._own_name, 1 - standing.waiting))
-                connection.execute(RECORD, (end, self._own_name))
-            elif standing.committed < end:
-                raise ConnectorError(
-                    f"the bytes of worker {self._worker} up to {end} are not in the database, and "
-                    f"{standing.committed} are committed: it has lost some"
-                )
+        if self._connection is None:
+            self.applied()
+        connection = self._connection
+        assert connection is not None  # noqa: S101  just opened
+        with self._using, limit_time(connection, self._timeout_s):
+            try:
+                with refuse_for_good(), connection.transaction():
+                    self._move(connection, after, mark)
+                    self._write(connection, messages)
+            except ConnectorError:
+                self._check_table(connection)  # the table may be at fault, not the row
+                raise
 
-    def abort(self, start: int) -> None:
-        with self._own() as (connection, standing):
-            self._forget(connection, standing.committed)
-        self._at = start
-
-    def _forget(self, connection: Connection, committed: int) -> None:
-        connection.execute(FORGET, (self._own_name,))
-        connection.execute(RECORD, (committed, self._own_name))
-        self._turn(0)
-
-    def _turn(self, stretch: int) -> None:
-        """Begin a stretch."""
-        self._stretch, self._stored = stretch, 0
-        self._rows, self._held_bytes = [], 0
+    def _move(self, connection: PostgresConnection, after: Mark, mark: Mark) -> None:
+        moved = connection.execute(SQL["move"], (*mark, self._name, *after))
+        if not moved.rowcount:
+            raise MarkMovedError(f"the mark of {self._name} was moved by another process")
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    @contextmanager
-    def _own(self) -> Iterator[tuple[Connection, Standing]]:
-        """A transaction in which nobody else has the worker, and where that stands.
-
-        Raises `ConnectorError` for what the table will never take, psycopg's own error for what it
-        may take a little later.
-        """
-        assert self._connection is not None  # noqa: S101  open comes first
-        connection = self._connection
-        try:
-            with within(connection, self._timeout_s), connection.transaction():
-                found = connection.execute(OWN, (self._own_name, self._opened)).fetchone()
-                if found is None:
-                    raise ConnectorError(f"worker {self._worker} was opened again by somebody else")
-                yield connection, Standing(*found)
-        except psycopg.Error as error:
-            if (error.sqlstate or "")[:2] not in FOR_GOOD:
-                raise
-            raise ConnectorError(f"the table refuses a row: {reason(error)}") from error
+        with self._using:
+            for connection in (self._connection, self._trial):
+                if connection is not None:
+                    connection.close()
+            self._connection = self._trial = None
 
     # Rows
 
-    def _row(self, message: Message) -> Row:
-        """Raises for what can never be a row: `UsageError`, or `UnicodeDecodeError`."""
-        if not message.payload:
+    def check(self, messages: Sequence[SinkMessage]) -> None:
+        for message in messages:
+            self._check_row(message)
+        if self._rehearses and self._using.acquire(timeout=TRIAL_S):
+            try:
+                self._rehearse(messages)
+            finally:
+                self._using.release()
+
+    def _check_row(self, message: SinkMessage) -> None:
+        """Raise `ValueError` for a message that can never be a row; invalid UTF-8 is one cause."""
+        if not message.data:
             if message.key is None or len(self._keys) > 1:
-                raise UsageError("an empty message deletes by its key, which is one column's")
+                raise ValueError(
+                    "an empty message deletes by key, which requires a single key column"
+                )
             message.key.decode()
-            return message.key, b""
-        message.payload.decode()
-        columns = columns_of((None, message.payload))
-        missing = [name for name in self._keys if name not in (columns or ())]
+            return
+        message.data.decode()
+        missing = [name for name in self._keys if name not in (parse_columns(message) or ())]
         if missing:
-            raise UsageError(f"a message without {', '.join(missing)}: they find its row")
-        return message.key, message.payload
+            raise ValueError(f"the message has no value for key column {', '.join(missing)}")
 
-    def _try(self, connection: Connection) -> None:
-        with connection.transaction():
-            self._apply(connection, self._stretch)
-            connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
-            raise psycopg.Rollback
+    def _rehearse(self, messages: Sequence[SinkMessage]) -> None:
+        """Write the rows, and roll back. An unavailable database is not waited for, and the rows
+        are not at fault if the table cannot be used.
+        """
+        try:
+            if self._trial is None or self._trial.closed:
+                self._trial = connect(self._url, TRIAL_S)
+            with limit_time(self._trial, TRIAL_S):
+                self._try(self._trial, messages)
+        except (psycopg.Error, UsageError):
+            if self._trial is not None:
+                self._trial.close()
+                self._trial = None
 
-    def _apply(self, connection: Connection, stretch: int) -> None:
-        """In order, a page at a time, without waiting for the answer to each."""
-        last = -1
-        while page := connection.execute(
-            PAGE, (self._own_name, stretch, last, PAGE_ROWS, PAGE_BYTES)
-        ).fetchall():
-            last = page[-1][0]
+    def _try(self, connection: PostgresConnection, messages: Sequence[SinkMessage]) -> None:
+        try:
+            with refuse_for_good(), connection.transaction(force_rollback=True):
+                self._write(connection, messages)
+                connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
+        except ConnectorError:
+            self._check_table(connection)
+            raise
+
+    def _write(self, connection: PostgresConnection, messages: Iterable[SinkMessage]) -> None:
+        """Write in order, a page at a time, without waiting for the answer to each row."""
+        left = iter(messages)
+        while page := list(itertools.islice(left, PAGE_ROWS)):
             with connection.pipeline(), connection.cursor() as cursor:
-                for columns, some in itertools.groupby((row[1:] for row in page), columns_of):
+                for columns, some in itertools.groupby(page, parse_columns):
                     if columns is None:
-                        keys = [((key or b"").decode(),) for key, _ in some]
+                        keys = [((message.key or b"").decode(),) for message in some]
                         cursor.executemany(self._delete(), keys)
                     else:
-                        documents = [(payload.decode(),) for _, payload in some]
+                        documents = [(message.data.decode(),) for message in some]
                         cursor.executemany(self._upsert(columns), documents)
 
     def _delete(self) -> sql.Composed:
@@ -324,17 +227,28 @@ class PostgresSink:
         )
 
 
-def reason(error: psycopg.Error) -> str:
-    """What the database says, in one line, with the values that it is about."""
-    said = (error.diag.message_primary, error.diag.message_detail, error.diag.context)
-    return " ".join(" ".join(text.split()) for text in said if text)[:REASON_CHARS_MAX]
+@contextlib.contextmanager
+def refuse_for_good() -> Iterator[None]:
+    """Turn permanent errors of the database into `ConnectorError`."""
+    try:
+        yield
+    except psycopg.Error as error:
+        if (error.sqlstate or "")[:2] not in FOR_GOOD:
+            raise
+        raise ConnectorError(f"the table refuses a row: {explain(error)}") from error
 
 
-def columns_of(row: Row) -> tuple[str, ...] | None:
-    """The columns that a row names, in an order of their own; `None` for one to be deleted."""
-    if not row[1]:
+def explain(error: psycopg.Error) -> str:
+    """The database's error message in one line, with the values that it concerns."""
+    parts = (error.diag.message_primary, error.diag.message_detail, error.diag.context)
+    return " ".join(" ".join(text.split()) for text in parts if text)[:REASON_CHARS_MAX]
+
+
+def parse_columns(message: SinkMessage) -> tuple[str, ...] | None:
+    """The columns that a row names, in a canonical order; `None` if it is to be deleted."""
+    if not message.data:
         return None
     try:
-        return tuple(sorted(msgspec.json.decode(row[1], type=dict[str, msgspec.Raw])))
+        return tuple(sorted(msgspec.json.decode(message.data, type=dict[str, msgspec.Raw])))
     except msgspec.DecodeError as error:
-        raise UsageError(f"a message that is no JSON object: {error}") from error
+        raise ValueError(f"the message is not a JSON object: {error}") from error

@@ -1,7 +1,7 @@
-"""Lines of a file that grows, and is rotated: each is a message.
+"""The lines of a growing, rotated file as a source: each line is a message.
 
-A message's number says in which generation of the file its line ends, and at which byte. Which
-file on the disk a generation is, whatever it is called now, stands in a small file beside it.
+A message's number says in which generation of the file its line ends, and at which byte. A small
+state file next to it records which file on disk each generation is, whatever its current name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Literal
 import msgspec
 import xxhash
 
-from penstock.connect.origin import END, End, Item, Source
+from penstock.connect.clients.origin import END, End, Item, Source
 from penstock.errors import ConnectorError
 
 OFFSET_BITS = 44
@@ -31,10 +31,10 @@ ROTATED = re.compile(r"[._-].*\d")
 
 
 class Known(msgspec.Struct, frozen=True):
-    """Which file a generation is: its inode, and how its first bytes begin and end.
+    """Identifies the file of a generation: its inode, and a hash of its first bytes.
 
-    A file that was removed may leave its inode to another, which may begin like it. Of one that
-    was cut while it was followed, all that is left is how many bytes of it were read: `size`.
+    The inode of a removed file may be reused by another, which may begin in the same way. All that
+    is left of a file truncated while it was followed is how many bytes were read: `size`.
     """
 
     device: int = 0
@@ -48,7 +48,7 @@ class Known(msgspec.Struct, frozen=True):
         return not self.mark
 
     def is_in(self, file: IO[bytes]) -> bool:
-        """Whether this is the file; it may have grown."""
+        """Whether `file` is the one identified; it may have grown."""
         found = os.fstat(file.fileno())
         if (found.st_dev, found.st_ino) != (self.device, self.inode):
             return False
@@ -56,7 +56,7 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class Generations(msgspec.Struct):
-    """Which file each generation is, and which were there `before` the first."""
+    """Which file each generation is, and which files existed `before` the first."""
 
     files: dict[int, Known]
     before: list[Known] = []
@@ -65,7 +65,7 @@ class Generations(msgspec.Struct):
         return min(self.files, default=0)
 
     def has(self, file: IO[bytes], *, is_compressed: bool) -> bool:
-        """Whether it is one of them; or a copy, which keeps the time of what it was made from."""
+        """Whether a file is one of them, or a copy that keeps the original's modification time."""
         all_ = [*self.files.values(), *self.before]
         if is_compressed:
             written_ns = os.fstat(file.fileno()).st_mtime_ns
@@ -74,15 +74,16 @@ class Generations(msgspec.Struct):
 
 
 class FileSource(Source):
-    """Follows `path`; `until_end` ends the stream where the file ends now.
+    """Follows `path`; with `until_end`, the stream ends at the file's present end.
 
-    When the file is renamed and another one takes its place, the old one is read on until it has
-    not grown for `quiet_s`, as long as it is in the same folder, under a name that begins like
-    its own; then those follow that came after it, oldest first, known by a name with a number or
-    a date behind (`orders.log.1`, `orders.log-20260131`). One that is cut while it is followed is
-    read from its start again. `on_gone` is what happens if one is not there any more, was cut
-    while nobody read it, or was compressed before it was read: `fail`, or go on with what is
-    there (`skip`). Which files there were is kept beside it, or in the folder `state`.
+    When the file is renamed and another one takes its place, the old one is read until it has not
+    grown for `quiet_s`, provided that it stays in the same folder, under a name that begins with
+    its original name. Then the files that came after it follow, oldest first; they are recognised
+    by a number or date after the name (`orders.log.1`, `orders.log-20260131`). A file that is
+    truncated while it is followed is read from its start again. `on_gone` says what happens if a
+    file no longer exists, was truncated while nobody read it, or was compressed before it was
+    read: `fail`, or continue with what exists (`skip`). The state file that records the files is
+    next to `path`, or in the folder `state`.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class FileSource(Source):
             is_over = self._is_over()
             if is_over is None or (not is_over and not self._until_end):
                 return None
-            if self._rest:  # the last line of a file that will not grow any more
+            if self._rest:  # the last line of a file that no longer grows
                 self._lines, self._rest = [self._rest], b""
             elif is_over:
                 self._turn(is_cut=self._is_cut())
@@ -143,9 +144,9 @@ class FileSource(Source):
         return Item(line.rstrip(b"\r\n"), (self._generation << OFFSET_BITS) | self._offset)
 
     def _wait(self) -> None:
-        """There is no such file yet."""
+        """Wait for the file, which does not exist yet."""
         if self._until_end and not self._path.exists():
-            raise ConnectorError(f"there is no file {self._path}")
+            raise ConnectorError(f"{self._path} does not exist")
         if not self._has_waited:
             self.tell(f"waiting for {self._path}")
             self._has_waited = True
@@ -158,41 +159,43 @@ class FileSource(Source):
     # Files
 
     def _open(self) -> bool:
-        """Open the file of the present generation; False if there is none yet."""
-        found = self._found()
+        """Open the file of the current generation; False if there is none yet."""
+        found = self._find_file()
         if found is None:
             return False
         self._file = found.open("rb")
         self._note(known_of(self._file))
         if os.fstat(self._file.fileno()).st_size < self._offset:
-            self._gone(f"{found} was cut: it has fewer bytes than were read of it")
+            self._pass_over(f"{found} was truncated: it has fewer bytes than were read from it")
             self._turn(is_cut=True)
             return False
         self._file.seek(self._offset)
         self._grown_at = time.monotonic()
         return True
 
-    def _found(self) -> Path | None:
+    def _find_file(self) -> Path | None:
         known = self._generations.files.get(self._generation)
         if known is None:
             return self._successor()
         if known.is_cut and self._offset >= known.size:
-            self._turn()  # all of it was safe before it was cut
+            self._turn()  # all of it was safe before it was truncated
             return None
         for path in self._beside():
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 if known.is_in(file):
                     return path
-        self._gone(f"the file that {self._path.name} was is not in its folder any more, or was cut")
+        self._pass_over(
+            f"the previous file of {self._path.name} is no longer in its folder, or was truncated"
+        )
         self._turn()
         return None
 
     def _successor(self) -> Path | None:
-        """The one that is followed; before it those that came between, oldest first."""
+        """The file to read next: first those in between, oldest first, then the one followed."""
         if not self._generations.files:
             if self._generation or self._offset:
-                self._gone(
-                    f"{self._state} is not there, so it is not known which file was read up to "
+                self._pass_over(
+                    f"{self._state} does not exist, so it is not known which file was read up to "
                     f"byte {self._offset}"
                 )
                 self._turn()
@@ -208,11 +211,11 @@ class FileSource(Source):
         for is_followed, _, path in sorted(behind):
             if is_followed or path.suffix not in COMPRESSED:
                 return path
-            self._gone(f"{path} was compressed before it was read")
+            self._pass_over(f"{path} was compressed before it was read")
         return None
 
     def _beside(self) -> list[Path]:
-        """The file and what it was before, under whatever name begins like its own."""
+        """The file and its predecessors: all files whose name begins with its name."""
         there = (path for path in self._path.parent.iterdir() if path.is_file())
         return sorted(path for path in there if path.name.startswith(self._path.name))
 
@@ -224,13 +227,13 @@ class FileSource(Source):
         self._grown_at = time.monotonic()
         whole, mark, self._rest = (self._rest + data).rpartition(b"\n")
         if len(self._rest) > LINE_BYTES_MAX:
-            raise ConnectorError(f"{self._path} has a line of more than {LINE_BYTES_MAX} bytes")
+            raise ConnectorError(f"{self._path} has a line longer than {LINE_BYTES_MAX} bytes")
         parts = (whole + mark).split(b"\n")[:-1]
         self._lines = [part + b"\n" for part in reversed(parts)]
         return True
 
     def _is_over(self) -> bool | None:
-        """Whether another file has taken its place, or it was cut; `None`: it may yet grow."""
+        """Whether another file has taken its place, or it was truncated; `None`: it may grow."""
         assert self._file is not None  # noqa: S101  opened before
         if self._is_cut():
             return True
@@ -240,7 +243,7 @@ class FileSource(Source):
             return False
         if os.path.samestat(found, os.fstat(self._file.fileno())):
             return False
-        # Whoever writes may still have the old file open.
+        # The writer may still have the old file open.
         is_quiet = time.monotonic() >= self._grown_at + self._quiet_s
         return True if is_quiet or self._until_end else None
 
@@ -249,9 +252,9 @@ class FileSource(Source):
         return os.fstat(self._file.fileno()).st_size < self._file.tell()
 
     def _turn(self, *, is_cut: bool = False) -> None:
-        """Go on with the next generation; one that was cut is the next itself."""
+        """Continue with the next generation, which is the same file if it was truncated."""
         if is_cut:
-            self.tell(f"{self._path} was cut: it is read from its start")
+            self.tell(f"{self._path} was truncated: reading it from its start")
             self._note(Known(size=self._offset))
         elif self._file is not None:
             self._note(known_of(self._file))
@@ -259,7 +262,7 @@ class FileSource(Source):
         self._generation, self._offset = self._generation + 1, 0
 
     def _note(self, known: Known) -> None:
-        """Remember which file this generation is, before anything of it is sent."""
+        """Record which file this generation is, before any of its lines is sent."""
         files = self._generations.files
         if files.get(self._generation) == known:
             return
@@ -279,34 +282,34 @@ class FileSource(Source):
         fresh.replace(self._state)
 
     def _there(self) -> list[Known]:
-        """The files that are beside it now, under whatever name."""
+        """The files that are next to it now, under whatever name."""
         found = []
         for path in self._beside():
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 found.append(known_of(file))
         return found
 
-    def _gone(self, why: str) -> None:
+    def _pass_over(self, why: str) -> None:
         if self._on_gone == "fail":
-            raise ConnectorError(f"{why}: bring it back, or go on without it (on_gone=skip)")
+            raise ConnectorError(f"{why}: restore it, or continue without it (on_gone=skip)")
 
 
 def known_of(file: IO[bytes]) -> Known:
-    """What to know an open file by."""
+    """The identification of an open file."""
     found = os.fstat(file.fileno())
     size = found.st_size
     return Known(found.st_dev, found.st_ino, size, mark_of(file, size), found.st_mtime_ns)
 
 
 def mark_of(file: IO[bytes], size: int) -> str:
-    """A hash of how the first `size` bytes begin and end."""
+    """A hash of the beginning and end of the first `size` bytes."""
     begin = os.pread(file.fileno(), min(size, MARK_BYTES), 0)
     end = os.pread(file.fileno(), min(size, MARK_BYTES), max(0, size - MARK_BYTES))
     return hashlib.sha256(begin + end).hexdigest()
 
 
 def _state_of(path: Path, folder: Path | None) -> Path:
-    """Where it is kept which files there were; in a folder for several, each has its own name."""
+    """The path of the state file; in a folder shared by several, its name is unique."""
     if folder is None:
         return path.with_name(f".{path.name}.penstock")
     whole = xxhash.xxh3_64_hexdigest(bytes(path.resolve()))

@@ -1,8 +1,8 @@
-"""Topics of any Kafka as sources: each partition is a stream of its own.
+"""Topics of any Kafka as sources: each partition is a separate stream.
 
-Which partitions a program reads is Kafka's group to decide; where it reads on is Penstock's point
-of reference, not the group's. A partition that the group gives to another program is given back
-with everything of it safe, so a handover loses and repeats nothing.
+Kafka's group decides which partitions a program reads; where it resumes is Penstock's point of
+reference, not the group's. A partition that the group assigns to another program is released only
+when everything read from it is safe, so a handover loses and repeats nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from penstock.connect.source import ConnectorOptions, Item, Source, SourceConnector
+from penstock.connect.clients.source import ConnectorOptions, Item, Source, SourceConnector
 from penstock.errors import ConnectorError
+from penstock.log.declaring.names import guess
 from penstock.log.kafka.client import REFUSED
 
 HELD_MAX = 5000
 HELD_BYTES_MAX = 32 << 20
-"""So many messages or bytes of a partition wait here; then it is paused."""
+"""How many messages or bytes of a partition wait here before it is paused."""
 ALL_BYTES_MAX = 128 << 20
-"""So many bytes of all partitions wait here; then all are paused."""
+"""How many bytes of all partitions wait here before all are paused."""
 BATCH_ROWS = 200
 MESSAGE_BYTES = 250
-"""About what a waiting message takes beside its data."""
+"""Approximately how much memory a waiting message takes besides its data."""
 POLL_S = 0.1
 CLOSE_S = 30.0
 ASK_S = 30.0
@@ -42,7 +43,7 @@ Place = tuple[str, int]
 
 
 class Held:
-    """How many bytes wait here, of all partitions together. For any thread."""
+    """Counts the waiting bytes of all partitions together. Thread-safe."""
 
     def __init__(self, bytes_max: int) -> None:
         self._most = bytes_max
@@ -87,7 +88,7 @@ class PartitionSource(Source):
     def handle_close(self) -> None:
         with self._lock:
             self._drop()
-            self._goto = (self._last,)  # what still comes is not kept
+            self._goto = (self._last,)  # messages that still arrive are not kept
 
     def _drop(self) -> None:
         self._all_held.add(-self._held_bytes)
@@ -112,12 +113,12 @@ class PartitionSource(Source):
     # The reader's side
 
     def asked_position(self) -> tuple[int | None] | None:
-        """Where to go on, if that was said since the last time."""
+        """Where to resume, if that was requested since the last call."""
         with self._lock:
             return self._goto
 
     def begin(self) -> None:
-        """What is put from here on is behind the position that was asked for."""
+        """Note that messages put from here on come after the requested position."""
         with self._lock:
             if self._goto is not None:
                 (self._last,) = self._goto
@@ -125,13 +126,13 @@ class PartitionSource(Source):
             self._has_begun = True
 
     def look_again(self) -> None:
-        """Kafka has removed what comes next: find out where to go on."""
+        """Kafka has removed the next messages: determine again where to resume."""
         with self._lock:
             if self._goto is None and self._has_begun:
                 self._goto = (self._last,)
 
     def put(self, item: Item) -> bool:
-        """Keep a message; whether there are enough."""
+        """Keep a message; return whether enough are waiting."""
         with self._lock:
             if self._goto is None:
                 self._held.append(item)
@@ -152,12 +153,12 @@ class PartitionSource(Source):
 
 
 class KafkaTopics:
-    """Reads topics as a member of a group, while its block lasts.
+    """Reads topics as a member of a group, for the duration of its block.
 
-    `settings` are any of librdkafka's. `start` is where a partition begins that Penstock has
-    nothing of; `on_gone` what happens where Kafka has removed what comes next. So many bytes of
-    messages wait in memory as `held_bytes_max` says, beside what librdkafka has fetched
-    (`queued.max.messages.kbytes`, 64 MiB unless the settings say otherwise).
+    `settings` are any settings of librdkafka. `start` says where to start with a partition of which
+    Penstock has nothing; `on_gone` what happens if Kafka has removed the next messages.
+    `held_bytes_max` limits the bytes of messages that wait in memory, apart from what librdkafka
+    has fetched (`queued.max.messages.kbytes`, 64 MiB unless the settings say otherwise).
     """
 
     def __init__(  # noqa: PLR0913  each is one of an author's choices
@@ -212,11 +213,11 @@ class KafkaTopics:
 
     @property
     def held_bytes(self) -> int:
-        """How much waits in memory to be sent."""
+        """How many bytes wait in memory to be sent."""
         return self._held.bytes
 
     def check(self) -> None:
-        """Raise `ConnectorError` if it cannot go on."""
+        """Raise `ConnectorError` if reading cannot continue."""
         self.connector.check()
         if self.failure is not None:
             raise self.failure
@@ -227,8 +228,8 @@ class KafkaTopics:
         try:
             consumer = Consumer(self._settings)
             consumer.subscribe(
-                self._topics, on_assign=self._assigned, on_revoke=self._revoked,
-                on_lost=self._revoked,
+                self._topics, on_assign=self._assign, on_revoke=self._revoke,
+                on_lost=self._revoke,
             )  # fmt: skip
             with contextlib.closing(consumer):
                 while not self._stop.is_set():
@@ -243,7 +244,7 @@ class KafkaTopics:
     def _step(self, consumer: Consumer) -> None:
         if self._refusal:
             raise ConnectorError(
-                f"Kafka does not let this client in: {self._refusal}; see the settings "
+                f"Kafka refuses this client: {self._refusal}; check the settings "
                 "security.protocol, sasl.* and ssl.*"
             )
         for message in consumer.consume(BATCH_ROWS, POLL_S):
@@ -263,7 +264,7 @@ class KafkaTopics:
             if is_gone and source is not None:
                 source.look_again()
             elif not is_gone:
-                self._err(error)
+                self._err(consumer, message, error)
             return
         offset = message.offset()
         if source is None or offset is None:
@@ -285,20 +286,27 @@ class KafkaTopics:
             source.is_paused = True
 
     def _hear(self, error: KafkaError) -> None:
-        """What is no message. Brokers that are away come back; those that never let us in yet, and
-        say that they will not, do not.
+        """Handle an error of librdkafka. Unavailable brokers come back; brokers that have never
+        accepted this client and say that they refuse it do not.
         """
         if error.code() in REFUSED and not self._cluster_id:
             self._refusal = error.str()
 
-    def _err(self, error: KafkaError) -> None:
+    def _err(self, consumer: Consumer, message: Message, error: KafkaError) -> None:
         away = (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT)
+        if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+            known = consumer.list_topics(timeout=ASK_S).topics
+            if message.topic() not in known:
+                hint = guess(str(message.topic()), known) or "create it first"
+                raise ConnectorError(
+                    f"topic {message.topic()} does not exist in this Kafka: {hint}"
+                )
         if error.retriable() or error.code() in away:
             return
         raise ConnectorError(f"Kafka cannot be read: {error.str()}")
 
     def _position(self, consumer: Consumer, source: PartitionSource) -> None:
-        """Go where the connector wants to go on."""
+        """Seek to where the connector wants to resume."""
         asked = source.asked_position()
         if asked is None:
             return
@@ -310,7 +318,7 @@ class KafkaTopics:
             place.offset = at if low <= at <= high else self._instead(source, at, low, high)
             consumer.seek(place)
         except KafkaException:
-            return  # not yet: again in a moment
+            return  # not yet: retried in a moment
         source.begin()
         consumer.resume([place])
         source.is_paused = False
@@ -318,9 +326,9 @@ class KafkaTopics:
     def _instead(self, source: PartitionSource, at: int, low: int, high: int) -> int:
         if self._on_gone == "fail":
             raise ConnectorError(
-                f"{source.name}: offset {at} is not there, the first is {low} and the last "
-                f"{high - 1}: Kafka has removed it, or the topic was made anew; say where to go on "
-                "(on_gone=earliest or latest)"
+                f"{source.name}: offset {at} does not exist, the first is {low} and the last "
+                f"{high - 1}: Kafka has removed it, or the topic was recreated; specify where to "
+                "continue (on_gone=earliest or latest)"
             )
         return low if self._on_gone == "earliest" else high
 
@@ -331,7 +339,7 @@ class KafkaTopics:
             source.is_paused = False
 
     def _tell_group(self, consumer: Consumer) -> None:
-        """Let Kafka's own tools see how far this is; nobody here asks for it."""
+        """Commit offsets for Kafka's own tools to show; Penstock does not use them."""
         news = {p: s.safe + 1 for p, s in self._sources.items() if s.safe is not None}
         changed = {p: at for p, at in news.items() if self._committed.get(p) != at}
         if changed:
@@ -342,9 +350,9 @@ class KafkaTopics:
 
     # The group
 
-    def _assigned(self, consumer: Consumer, places: list[TopicPartition]) -> None:
+    def _assign(self, consumer: Consumer, places: list[TopicPartition]) -> None:
         for place in places:
-            place.offset = OFFSET_BEGINNING  # paused until the connector says where to go on
+            place.offset = OFFSET_BEGINNING  # paused until the connector says where to resume
         consumer.incremental_assign(places) if self._is_cooperative() else consumer.assign(places)
         consumer.pause(places)
         for place in places:
@@ -354,12 +362,12 @@ class KafkaTopics:
             self.connector.add(source)
 
     def _cluster(self, consumer: Consumer) -> str:
-        """What tells this Kafka from others, whatever the addresses of its brokers are."""
+        """What identifies this Kafka cluster, whatever the addresses of its brokers."""
         if not self._cluster_id:
             self._cluster_id = str(consumer.list_topics(timeout=ASK_S).cluster_id)
         return self._cluster_id
 
-    def _revoked(self, consumer: Consumer, places: list[TopicPartition]) -> None:
+    def _revoke(self, consumer: Consumer, places: list[TopicPartition]) -> None:
         for place in places:
             source = self._sources.pop((place.topic, place.partition), None)
             if source is not None:

@@ -1,9 +1,9 @@
-"""Redis streams as sources: alone, or through a consumer group.
+"""Redis streams as sources, read directly or through a consumer group.
 
     RedisStreamSource("orders", "redis://127.0.0.1/0", "orders")
 
-An id of a Redis stream, `ms-seq`, is one number here: `ms << 20 | seq`. A Redis that is away is
-asked again, less and less often; the connector lives on meanwhile.
+An id of a Redis stream, `ms-seq`, becomes one number: `ms << 20 | seq`. An unavailable Redis is
+retried, less and less often; the connector keeps running meanwhile.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Literal, cast
-from urllib.parse import urlsplit
 
 import msgspec
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from penstock.connect.source import Item, Source
-from penstock.errors import ConnectorError, UsageError
+from penstock.connect.clients.source import Item, Source
+from penstock.connect.systems.redis import HOPELESS, make_client
+from penstock.errors import ConnectorError
 from penstock.patience import Patience
 
 Id = tuple[int, int]
@@ -29,51 +27,10 @@ Fields = Mapping[bytes, bytes]
 Entries = Sequence[tuple[bytes, Fields]]
 OnGone = Literal["fail", "skip"]
 
-HOPELESS = (
-    redis.AuthenticationError, redis.exceptions.AuthorizationError,
-    redis.exceptions.NoPermissionError,
-)  # fmt: skip
-HOW = (
-    "write redis://HOST:PORT/DATABASE, where the database is a number; in a password, : / @ and % "
-    "are written as %3A, %2F, %40 and %25"
-)
 BATCH_ROWS = 1000
 IDLE_S = 0.02
-CONNECT_TIMEOUT_S = 2.0
-TIMEOUT_S = 5.0
 SEQ_BITS = 20
 SEQ_MAX = (1 << SEQ_BITS) - 1
-
-
-def server_of(url: str) -> tuple[str, str]:
-    """The host of a Redis, and behind it its port and database.
-
-    Raises `UsageError` for an address that cannot be read. It does not say more: the part that is
-    wrong may be the password.
-    """
-    try:
-        found = urlsplit(url)
-        host, port, name = found.hostname or "", found.port or 6379, found.path.strip("/") or "0"
-    except ValueError:
-        raise UsageError(f"the address of Redis cannot be read: {HOW}") from None
-    if found.scheme == "unix":
-        return "", f"{port}/{name}"
-    if found.scheme not in ("redis", "rediss") or not name.isdigit():
-        raise UsageError(f"the address of Redis has a part that is none: {HOW}")
-    return host, f"{port}/{name}"
-
-
-def client_of(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
-    """A client that connects when it is first used, waits so long at most, and tries once."""
-    server_of(url)
-    return redis.Redis.from_url(
-        url,
-        protocol=2,
-        socket_connect_timeout=min(CONNECT_TIMEOUT_S, timeout_s),
-        socket_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=30,
-    )
 
 
 def id_of(text: bytes) -> Id:
@@ -82,12 +39,12 @@ def id_of(text: bytes) -> Id:
 
 
 def number_of(text: bytes) -> int:
-    """The number of an entry. Raises `ConnectorError` for an id that does not fit into one."""
+    """The number of an entry. Raises `ConnectorError` if its id does not fit into 64 bits."""
     ms, seq = id_of(text)
     if ms >= 1 << 64 - SEQ_BITS or seq > SEQ_MAX:
         raise ConnectorError(
-            f"the id {text.decode()} does not fit into a number: its time has {64 - SEQ_BITS} bits "
-            f"at most and its counter {SEQ_BITS}; let Redis choose the ids (XADD key *)"
+            f"id {text.decode()} does not fit into a 64-bit number: its time can have at most "
+            f"{64 - SEQ_BITS} bits and its counter {SEQ_BITS}; let Redis choose ids (XADD key *)"
         )
     return ms << SEQ_BITS | seq
 
@@ -97,9 +54,9 @@ def id_text(number: int | None) -> str:
 
 
 def data_of(fields: Fields) -> bytes:
-    """The field `data` where there is no other, else all as a JSON object of texts.
+    """The field `data` if it is the only one, otherwise all fields as a JSON object of strings.
 
-    Bytes that are no UTF-8 are written as `\\xNN` in those texts.
+    Bytes that are not UTF-8 are written as `\\xNN` in those strings.
     """
     if len(fields) == 1 and b"data" in fields:
         return fields[b"data"]
@@ -110,14 +67,15 @@ def _text(value: bytes) -> str:
     return value.decode(errors="backslashreplace")
 
 
-def gone(what: str, key: str) -> ConnectorError:
+def explain_gone(what: str, key: str) -> ConnectorError:
     return ConnectorError(
-        f'{what} of {key} is gone from Redis, and was not read; on_gone="skip" goes on without it'
+        f"{what} of {key} was removed from Redis before it was read: to continue without it, set "
+        'on_gone="skip"'
     )
 
 
 class _EntrySource(Source):
-    """What both ways to read a Redis stream share: batches, pauses, and a Redis that is away."""
+    """What both ways to read a Redis stream share: batches, pauses, and retrying."""
 
     def __init__(self, name: str, url: str, key: str, on_gone: OnGone) -> None:
         super().__init__(name)
@@ -127,11 +85,11 @@ class _EntrySource(Source):
         self._client: redis.Redis | None = None
         self._ready: deque[Item] = deque()
         self._last: int | None = None
-        """The last entry that came from Redis."""
+        """The last entry received from Redis."""
         self._patience = Patience("Redis", self.tell)
 
     def handle_open(self) -> None:
-        self._client = client_of(self._url)
+        self._client = make_client(self._url)
 
     def handle_close(self) -> None:
         if self._client is not None:
@@ -147,7 +105,7 @@ class _EntrySource(Source):
         return self._ready.popleft() if self._ready else None
 
     def _fetch(self, client: redis.Redis) -> int:
-        """Add to what is ready; how many entries came."""
+        """Add to what is ready; return the number of entries received."""
         raise NotImplementedError
 
     def _ask(self) -> None:
@@ -157,9 +115,9 @@ class _EntrySource(Source):
         except HOPELESS:
             raise
         except (redis.ConnectionError, redis.TimeoutError) as error:
-            self._patience.failed(error)
+            self._patience.note_failure(error)
         else:
-            self._patience.answered(0.0 if found == BATCH_ROWS else IDLE_S)
+            self._patience.note_answer(0.0 if found == BATCH_ROWS else IDLE_S)
 
     def _take(self, entries: Entries) -> None:
         for text, fields in entries:
@@ -170,17 +128,17 @@ class _EntrySource(Source):
 class RedisStreamSource(_EntrySource):
     """Every entry of a Redis stream once, in order; nothing is changed in Redis.
 
-    Fails if entries were trimmed or deleted before they were read, as far as Redis tells (from
-    version 7 on), unless `on_gone` is "skip". It fails too where it cannot know: if the last
-    entry it has read was trimmed while it did not run. At the beginning it reads what is there.
+    Fails if entries were trimmed or deleted before they were read, as far as Redis reports this
+    (from version 7 on), unless `on_gone` is "skip". It also fails if it cannot know: when the last
+    entry it has read was trimmed while it was not running. On its first run it reads what exists.
     """
 
     def __init__(self, name: str, url: str, key: str, *, on_gone: OnGone = "fail") -> None:
         super().__init__(name, url, key, on_gone)
         self._index: int | None = None
-        """How many entries had been added up to the last that was read, where that is known."""
+        """How many entries had been added up to the last one read, if known."""
         self._forgiven: Id = (0, 0)
-        """Entries up to this one may be gone."""
+        """Entries up to this one may have been removed."""
 
     def handle_reset(self, point_of_ref: int | None) -> None:
         super().handle_reset(point_of_ref)
@@ -193,7 +151,7 @@ class RedisStreamSource(_EntrySource):
         found, info = together.execute(raise_on_error=False)
         if isinstance(found, redis.RedisError):
             raise found
-        if isinstance(info, redis.RedisError):  # there is no such stream yet
+        if isinstance(info, redis.RedisError):  # the stream does not exist yet
             return 0
         entries = cast(Entries, found)
         self._check(info)
@@ -212,13 +170,13 @@ class RedisStreamSource(_EntrySource):
             self._forgiven = deleted
         elif self._has_lost((self._last >> SEQ_BITS, self._last & SEQ_MAX), deleted, info):
             if self._on_gone == "fail":
-                raise gone(f"an entry behind {id_text(self._last)}", self._key)
+                raise explain_gone(f"an entry after {id_text(self._last)}", self._key)
             self._forgiven, self._index = deleted, None
 
     def _has_lost(self, mine: Id, deleted: Id, info: Mapping[str, object]) -> bool:
-        """Whether entries behind the last one are not there any more.
+        """Whether entries after the last one read no longer exist.
 
-        Trimming takes from the front, and Redis remembers it only by the number of entries.
+        Trimming removes from the front, and Redis records it only in its count of entries.
         """
         if id_of(cast(bytes, info["last-generated-id"])) <= mine:
             return False
@@ -232,13 +190,13 @@ class RedisStreamSource(_EntrySource):
 
 
 class RedisGroupSource(_EntrySource):
-    """Entries of a Redis stream through a consumer group, which is made if it is not there.
+    """Entries of a Redis stream read through a consumer group, created if it does not exist.
 
     An entry is acknowledged (XACK) soon after it is safe in the log. After a reset, delivered
-    entries that are safe are acknowledged, and the others come again first, in order. Several
-    sources, each with a stream and a `consumer` of its own (its name, if none is given), share a
-    group's entries. Do not claim entries for them (XCLAIM, XAUTOCLAIM): those that are older than
-    what is safe are taken for safe, and the consumer they are claimed from may have sent them.
+    entries that are safe are acknowledged, and the others are read again first, in order. Several
+    sources, each with its own stream and `consumer` (by default its name), share the entries of a
+    group. Do not claim entries for them (XCLAIM, XAUTOCLAIM): entries older than the last safe one
+    are assumed to be safe, and the consumer they are claimed from may have sent them.
     """
 
     def __init__(
@@ -256,9 +214,9 @@ class RedisGroupSource(_EntrySource):
         self._consumer = consumer or name
         self._has_group = False
         self._again: int | None = 0
-        """Delivered entries behind this one are asked for again; `None`: new ones are."""
+        """Delivered entries after this one are read again; if `None`, new entries are read."""
         self._open: deque[int] = deque()
-        """Entries that are not acknowledged."""
+        """Entries not acknowledged yet."""
         self._safe = -1
 
     def handle_reset(self, point_of_ref: int | None) -> None:
@@ -292,7 +250,7 @@ class RedisGroupSource(_EntrySource):
                 self._group, self._consumer, {self._key: since}, count=BATCH_ROWS
             )
         except (redis.ConnectionError, redis.TimeoutError):
-            if self._again is None:  # what Redis has delivered and did not get here
+            if self._again is None:  # delivered by Redis, but not received here
                 self._again = self._last or 0
             raise
         except redis.ResponseError as error:
@@ -312,7 +270,7 @@ class RedisGroupSource(_EntrySource):
         fresh = [(text, fields) for text, fields in entries if number_of(text) > seen]
         lost = [text for text, fields in fresh if not fields]
         if lost and self._on_gone == "fail":
-            raise gone(f"the entry {lost[0].decode()}", self._key)
+            raise explain_gone(f"entry {lost[0].decode()}", self._key)
         self._take([(text, fields) for text, fields in fresh if fields])
         return BATCH_ROWS if is_again else len(entries)
 

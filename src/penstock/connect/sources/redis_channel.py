@@ -1,4 +1,4 @@
-"""Redis channels as a source: what is published while somebody listens.
+"""Redis channels as a source: messages published while the source is listening.
 
 RedisSubscribeSource("news", "redis://127.0.0.1/0", "news")
 """
@@ -12,24 +12,24 @@ from typing import cast
 
 import redis
 
-from penstock.connect.numbering import OwnNumbers, overtaken
-from penstock.connect.source import Item, Source
-from penstock.connect.sources.redis import CONNECT_TIMEOUT_S, HOPELESS, TIMEOUT_S, client_of
+from penstock.connect.clients.source import Item, Source
+from penstock.connect.protocol.numbering import OwnNumbers, explain_overtaking
+from penstock.connect.systems.redis import CONNECT_TIMEOUT_S, HOPELESS, TIMEOUT_S, make_client
 from penstock.patience import Patience
 
 TICK_S = 0.2
 BUFFER_BYTES_MAX = 32 << 20
 MESSAGE_BYTES = 200
-"""About what a waiting message takes beside its data."""
+"""Approximately how much memory a waiting message takes besides its data."""
 
 
 class RedisSubscribeSource(Source):
     """Messages of Redis channels, at most once.
 
-    Redis keeps no message: what is published while nobody listens is lost, which may have
-    happened between any two of `connections`. What arrives waits in memory until it is safe in
-    the log; past `buffer_bytes_max` the oldest that was not sent is lost, and counted in
-    `dropped`. What waits is lost with the process.
+    Redis stores no messages: those published while nobody listens are lost, which may have
+    happened between any two of `connections`. Messages wait in memory until they are safe in the
+    log; beyond `buffer_bytes_max` the oldest one that was not sent is lost, and counted in
+    `dropped`. Waiting messages are lost with the process.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class RedisSubscribeSource(Source):
             if self._numbers.resume(point_of_ref):
                 self._forget(point_of_ref)
                 self._waiting.extendleft(item.data for item in reversed(self._sent))
-            elif self._sent:  # what is not known to have come is not sent again
-                self.tell(overtaken(self.name, len(self._sent)))
+            elif self._sent:  # messages that may not have arrived are not sent again
+                self.tell(explain_overtaking(self.name, len(self._sent)))
                 self.dropped += len(self._sent)
                 self._room += sum(len(item.data) + MESSAGE_BYTES for item in self._sent)
             self._sent.clear()
@@ -89,16 +89,16 @@ class RedisSubscribeSource(Source):
         patience = Patience("Redis", self.tell)
         while not self._stopping.is_set():
             try:
-                with client_of(self._url) as client, client.pubsub() as there:
+                with make_client(self._url) as client, client.pubsub() as there:
                     there.subscribe(*self._channels)
                     while not self._stopping.is_set():
                         self._heard(there.get_message(timeout=TICK_S))
-                        patience.answered()
+                        patience.note_answer()
             except HOPELESS as error:
                 self._failure = error
                 return
             except (redis.ConnectionError, redis.TimeoutError) as error:
-                self._stopping.wait(patience.failed(error))
+                self._stopping.wait(patience.note_failure(error))
             except redis.RedisError as error:
                 self._failure = error
                 return

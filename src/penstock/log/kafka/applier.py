@@ -1,14 +1,14 @@
-"""Changes of the catalogue: carried out by one process at a time, all of a change or nothing.
+"""Changes of the catalogue: carried out by one process at a time, each change atomically.
 
-Who changes the catalogue holds its session, so what it writes was worked out from what is there.
-Kafka knows no such session when topics are made, configured and removed. Therefore:
+A process that changes the catalogue holds its session, so its change is based on the current
+contents. Kafka has no such session for creating, configuring and removing topics. Therefore:
 
-- a change has happened when the catalogue says so, and topics are brought to it afterwards; what
-  is to be done is written with the change, and done by whoever comes next if this process dies;
-- topics that a stream needs from its first moment on are made before: those that nobody knows do
-  no harm;
-- a removal goes by the topic's name. Only the process that wrote it down knows when no request of
-  its own is on its way any more; if another one had to do it, the name is not used again.
+- a change has happened when the catalogue says so, and topics are adapted afterwards; what is to
+  be done is written with the change, and done by the next process if this one dies;
+- topics that a stream needs from its first moment on are created before: topics that nobody knows
+  do no harm;
+- a topic is removed by name. Only the process that recorded the removal knows when none of its own
+  requests is in flight any more; if another process had to do it, the name is not used again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import LogBusyError, LogError, UsageError
 from penstock.failpoints import failpoint
-from penstock.log.compose import Composer, EventOptions
+from penstock.log.declaring.names import OBJECTS
+from penstock.log.declaring.objects import Defaults, ObjectChanged, describe_change, to_event
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.messages import encode
 from penstock.log.kafka.objects import (
     SESSION,
-    Catalogue,
     Configuration,
     Draft,
     Duty,
+    KafkaCatalogue,
     Removal,
 )
-from penstock.log.kafka.producers import explained
+from penstock.log.kafka.producers import explain_failures
 from penstock.log.kafka.session import (
     Message,
     NotCommittedError,
@@ -41,26 +42,25 @@ from penstock.log.kafka.session import (
     UnknownError,
 )
 from penstock.log.kafka.topics import Topics
-from penstock.log.names import OBJECTS
-from penstock.log.objects import Defaults, ObjectChanged, describe_change, to_event
+from penstock.log.writing.compose import Composer, EventOptions
 from penstock.records.event import now_us
 
 TRIES_MAX = 50
 PAUSE_S, PAUSE_S_MAX = 0.05, 2.0
 LEFT_ALONE_US = 60 * 1_000_000
-"""For so long the removal of a topic is left to the process that wrote it down."""
+"""How long the removal of a topic is left to the process that recorded it."""
 Work = Callable[[Draft], list[ObjectChanged]]
-"""Works changes out on a draft; returns the events that tell of them."""
+"""Makes changes to a draft; returns the events that describe them."""
 
 
 class Applier:
-    """Changes the catalogue, and the topics with it. For any thread."""
+    """Changes the catalogue, and the topics accordingly. Thread-safe."""
 
     def __init__(
         self,
         cluster: Cluster,
         sessions: Sessions,
-        catalogue: Catalogue,
+        catalogue: KafkaCatalogue,
         composer: Composer,
         defaults: Defaults,
         partitions_max: int,
@@ -76,23 +76,23 @@ class Applier:
     def change(self, work: Work) -> None:
         """Change the catalogue, as its only writer.
 
-        1. Open the catalogue's session, which nobody else then has, and read it to its end.
-        2. Do what is left of earlier changes.
-        3. Work the changes out; make the topics of new streams, and let topics grow.
-        4. Write the changes, an event for each, and what is to be done to topics, as one.
-        5. Do it, and strike it out.
+        1. Open the catalogue's session, which fences everyone else, and read it to its end.
+        2. Finish what is left of earlier changes.
+        3. Determine the changes; create the topics of new streams, and add partitions to topics.
+        4. Write the changes, an event for each, and what is to be done to topics, atomically.
+        5. Do that, and remove it from the list.
         """
         own: Mapping[str, Duty] | None = None
         for tries in range(TRIES_MAX):
-            with self._sessions.using(SESSION) as session, explained():
+            with self._sessions.using(SESSION) as session, explain_failures():
                 try:
                     if not session.is_open:
                         session.open()
                     self._catalogue.look()
                     if own is None:
-                        self._settle(session, {})
+                        self._do_duties(session, {})
                         own = self._write_down(session, work)
-                    self._settle(session, own)
+                    self._do_duties(session, own)
                     return
                 except (TakenError, UnknownError):
                     longest_s = min(PAUSE_S_MAX, PAUSE_S * 2**tries)
@@ -100,15 +100,17 @@ class Applier:
                 except (LogError, NotCommittedError):
                     if own is None:
                         raise
-                    return  # it has happened, and whoever comes next does the rest
+                    return  # it has happened, and the next process does the rest
         if own is None:
-            raise LogBusyError("the catalogue is changed by others all the time: try again")
+            raise LogBusyError(
+                "the catalogue is constantly being changed by other processes: try again"
+            )
 
-    def settle_leftovers(self) -> None:
-        """Do what processes left that died in the middle of a change."""
+    def finish_leftovers(self) -> None:
+        """Finish what processes left undone when they died in the middle of a change."""
         draft = self._draft(self._cluster.topics())
         is_due = any(_is_due(duty) for duty in draft.duties().values())
-        if is_due or self._topics.overlooked(draft.streams(), draft.there):
+        if is_due or self._topics.find_overlooked(draft.streams(), draft.there):
             self.change(lambda _: [])
 
     def _draft(self, there: Mapping[str, int]) -> Draft:
@@ -116,10 +118,10 @@ class Applier:
         return Draft(lines, address, self._defaults, self._partitions_max, there)
 
     def _write_down(self, session: Session, work: Work) -> Mapping[str, Duty]:
-        """Steps 3 and 4; returns what is to be done in step 5."""
+        """Do steps 3 and 4; return what is to be done in step 5."""
         draft = self._draft(self._cluster.topics())
         notes = []
-        for growth in self._topics.overlooked(draft.streams(), draft.there):
+        for growth in self._topics.find_overlooked(draft.streams(), draft.there):
             with contextlib.suppress(UsageError):  # more partitions than are allowed
                 notes.append(to_event(growth, describe_change(growth, draft.change(growth))))
         notes += work(draft)
@@ -131,25 +133,25 @@ class Applier:
         failpoint("objects.event")
         return duties
 
-    def _settle(self, session: Session, own: Mapping[str, Duty]) -> None:
-        """Do what is to be done: what this call wrote down, and what others left behind.
+    def _do_duties(self, session: Session, own: Mapping[str, Duty]) -> None:
+        """Do what is to be done: what this call recorded, and what others left behind.
 
-        Own settings are set again where another process was there in the meantime: this one may
-        have been late, and put its own over theirs.
+        Own settings are set again if another process has made changes in the meantime: this one may
+        have been late, and have overwritten theirs.
         """
         draft = self._draft({})
         again = {t: duty for t, duty in own.items() if isinstance(duty, Configuration)}
         for topic, duty in {**again, **draft.duties()}.items():
             if topic in own or _is_due(duty):
-                # What Kafka refuses, or cannot do now, is left to others.
+                # Whatever Kafka refuses, or cannot do now, is left to others.
                 with contextlib.suppress(LogError):
                     self._topics.carry_out(topic, duty, draft.stream_in(topic))
                     spend = isinstance(duty, Removal) and topic not in own
-                    draft.settle(topic, spend=spend)
+                    draft.discharge(topic, spend=spend)
         self._send(session, draft, [])
 
     def _write(self, session: Session, draft: Draft, notes: Sequence[ObjectChanged]) -> None:
-        """Write a change down, and find out whether that has happened."""
+        """Write a change, and find out whether that has happened."""
         try:
             self._send(session, draft, notes)
         except UnknownError:
@@ -163,7 +165,7 @@ class Applier:
         if not draft.values:
             return
         deadline = time.monotonic() + self._cluster.timeout_s
-        told = self._told(notes)  # before the transaction: looking waits for those under way
+        told = self._messages_of(notes)  # before the transaction: reading waits for open ones
 
         def fill() -> None:
             for key, value in draft.values.items():
@@ -173,7 +175,7 @@ class Applier:
         session.transact(fill, deadline)
         self._catalogue.look()
 
-    def _told(self, notes: Sequence[ObjectChanged]) -> list[Message]:
+    def _messages_of(self, notes: Sequence[ObjectChanged]) -> list[Message]:
         """The events of `_system.objects` that go with a change."""
         if not notes:
             return []
@@ -184,5 +186,5 @@ class Applier:
 
 
 def _is_due(duty: Duty) -> bool:
-    """Whether somebody else is to do it: settings at once, a removal if nobody does it."""
+    """Whether another process should do it: settings at once, a removal after a while."""
     return isinstance(duty, Configuration) or duty.since_us < now_us() - LEFT_ALONE_US

@@ -1,6 +1,6 @@
-"""Clients of a Kafka cluster: how they are set up, what their errors mean, and asking it things.
+"""Clients of a Kafka cluster: their settings, the meaning of their errors, and requests to it.
 
-Every wait has a limit. What librdkafka prints goes to the logger `penstock.kafka`.
+Every wait has a limit. librdkafka's log messages go to the logger `penstock.kafka`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.errors import (
     LogUnreachableError,
     UsageError,
 )
-from penstock.log.names import StreamName
+from penstock.log.declaring.names import StreamName
 
 T = TypeVar("T")
 _log = logging.getLogger("penstock.kafka")
@@ -48,7 +48,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\[\]/]+):\d{1,5}")
 RETRY_PAUSE_S = 0.02
 ATTEMPT_S = 2.0
 
-#: the broker will know better in a moment: a topic was just made, or a leader just moved
+#: the broker will know better in a moment: a topic was just created, or a leader just moved
 MOMENTARY = frozenset({
     KafkaError._NOENT, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_TOPIC_ID,
     KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC,
@@ -58,7 +58,7 @@ MOMENTARY = frozenset({
     KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.OFFSET_NOT_AVAILABLE, KafkaError.CONCURRENT_TRANSACTIONS,
 })  # fmt: skip
-#: the topic or partition is not there: not yet, or not any more
+#: the topic or partition does not exist: not yet, or no longer
 MISSING = frozenset({
     KafkaError._NOENT, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_TOPIC_ID,
     KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC,
@@ -76,7 +76,7 @@ REFUSED = frozenset({
     KafkaError.CLUSTER_AUTHORIZATION_FAILED, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
     KafkaError.SECURITY_DISABLED,
 })  # fmt: skip
-#: what is sent will be refused again
+#: the same message will be refused again
 _NEVER = frozenset({
     KafkaError.INVALID_MSG, KafkaError.INVALID_RECORD, KafkaError.INVALID_TIMESTAMP,
     KafkaError.POLICY_VIOLATION, KafkaError.TOPIC_EXCEPTION, KafkaError.UNSUPPORTED_VERSION,
@@ -91,13 +91,13 @@ FENCED = frozenset({
 
 
 class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the Kafka engine, beside the limits.
+    """Options of the Kafka engine, besides the limits.
 
-    `broker_timeout_ms` bounds every question to the cluster; `transaction_timeout_ms` is after
-    how long the cluster gives up the transaction of a process that died; `staged_retention_ms`
+    `broker_timeout_ms` limits every request to the cluster; `transaction_timeout_ms` is the time
+    after which the cluster aborts the transaction of a process that died; `staged_retention_ms` is
     how long staged events are kept for their commit. `cache` is the folder in which tables are
-    materialised (PENSTOCK_CACHE, if it is not given). `upkeep_interval_ms` is how often a
-    process that commits sweeps what was staged and never committed; 0 is never. `sessions_max` is
+    materialised (by default PENSTOCK_CACHE). `upkeep_interval_ms` is how often a process that
+    commits removes events that were staged but never committed; 0 means never. `sessions_max` is
     how many transactional producers are kept open. Options with a dot in their name are
     librdkafka's own.
     """
@@ -111,7 +111,7 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """What a `kafka://` URL names: a cluster, and which of the logs in it."""
+    """What a `kafka://` URL names: a cluster, and one of the logs in it."""
 
     url: str
     servers: str
@@ -119,20 +119,20 @@ class Address(msgspec.Struct, frozen=True):
 
     @staticmethod
     def parse(url: str) -> Address:
-        """`kafka://host:port,…/prefix`; raises `UsageError` that says what is wrong with it."""
+        """Parse `kafka://host:port,…/prefix`. Raises `UsageError` if it is not valid."""
         parts = urlsplit(url)
         servers = [server.strip() for server in parts.netloc.split(",")]
         wrong = next((server for server in servers if not _ADDRESS.fullmatch(server)), None)
         if wrong is not None:
             raise UsageError(
-                f"{url!r} names no broker at {wrong!r}: write kafka://HOST:PORT, and several with "
-                "commas between"
+                f"{url!r} is not valid: {wrong!r} is not the address of a broker; use "
+                "kafka://HOST:PORT, with commas between several brokers"
             )
         prefix = parts.path.strip("/")
         if (prefix and not _PREFIX.fullmatch(prefix)) or parts.query or parts.fragment:
             raise UsageError(
-                f"{url!r} has more after the brokers than a prefix: that is 1 to 40 letters, "
-                "digits, - and _, which the topics of this log begin with"
+                f"{url!r} is not valid: only a prefix may follow the brokers, which the names of "
+                "this log's topics begin with; it has 1 to 40 letters, digits, - and _"
             )
         return Address(url, ",".join(servers), prefix)
 
@@ -140,14 +140,14 @@ class Address(msgspec.Struct, frozen=True):
         return self.own(f"{name.namespace}.{name.stream}")
 
     def own(self, name: str) -> str:
-        """A name in the cluster that no other log has."""
+        """A name in the cluster that no other log uses."""
         return f"{self.prefix}.{name}" if self.prefix else name
 
 
 class Cluster:
-    """Makes clients of one cluster and asks it for offsets. For any thread.
+    """Makes clients of one cluster and queries its offsets. Thread-safe.
 
-    `settings` are librdkafka's options, as the user gave them.
+    `settings` are librdkafka's options as given by the user.
     """
 
     def __init__(
@@ -164,21 +164,21 @@ class Cluster:
 
     @property
     def timeout_s(self) -> float:
-        """How long a question may take: what the options say, and what `within` leaves."""
+        """How long a request may take: limited by the options, and by `within`."""
         whole = self.options.broker_timeout_ms / 1000
         deadline: float | None = getattr(self._local, "deadline", None)
         return whole if deadline is None else max(0.1, min(whole, deadline - time.monotonic()))
 
     @property
     def patience_s(self) -> float:
-        """The same where it may be that a dead process's transaction has to be given up first."""
+        """The same, if a dead process's transaction may have to be aborted first."""
         if getattr(self._local, "deadline", None) is not None:
             return self.timeout_s
         return self.timeout_s + self.options.transaction_timeout_ms / 1000
 
     @contextlib.contextmanager
     def within(self, deadline: float) -> Iterator[None]:
-        """In this thread, let no question take longer than until then."""
+        """Let no request of this thread take longer than until the deadline."""
         before: float | None = getattr(self._local, "deadline", None)
         self._local.deadline = deadline
         try:
@@ -188,9 +188,9 @@ class Cluster:
 
     @contextlib.contextmanager
     def watching(self, check: Callable[[], None]) -> Iterator[None]:
-        """In this thread, call `check` where a topic is missing; it raises if it is gone for good.
+        """Call `check` if this thread finds a topic missing; it raises if that is permanent.
 
-        Otherwise it is waited for, as one that was just made.
+        Otherwise the topic is waited for, as it may just have been created.
         """
         before: Callable[[], None] | None = getattr(self._local, "check", None)
         self._local.check = check
@@ -203,34 +203,34 @@ class Cluster:
         check: Callable[[], None] | None = getattr(self._local, "check", None)
         if check is None or isinstance(error, TimeoutError) or code_of(error) not in MISSING:
             return
-        self._local.check = None  # it asks too
+        self._local.check = None  # `check` makes requests too
         try:
             check()
         finally:
             self._local.check = check
 
     def close(self) -> None:
-        """Let nobody wait any longer for what others do: a transaction of theirs, an answer."""
+        """End all waiting for others: for their transactions, or for answers."""
         self._is_closed = True
 
     def check_open(self) -> None:
-        """Whoever waits calls this every now and then; raises `ClosedError`."""
+        """Raise `ClosedError` if closed; called repeatedly by everyone who waits."""
         if self._is_closed:
-            raise ClosedError(f"the log {self.address.url} is closed")
+            raise ClosedError(f"log {self.address.url} is closed")
 
     # Clients
 
     def producer(self, **settings: object) -> Producer:
-        """A producer; it logs nothing, since a logger would be called in the middle of an error.
+        """A producer without a logger, which would be called in the middle of an error.
 
-        What it would print of a fatal error, such as being fenced, waits in a queue that nobody
+        Its log messages about a fatal error, such as being fenced, stay in a queue that nobody
         reads: the error itself is raised.
         """
         fixed = {"log_level": 0, "log.queue": True, "request.timeout.ms": 5000}
-        return self._made(Producer, {**fixed, **settings})
+        return self._make(Producer, {**fixed, **settings})
 
     def consumer(self, **settings: object) -> Consumer:
-        """A consumer that belongs to no group, and is told when it reaches the end."""
+        """A consumer that belongs to no group, and is notified when it reaches the end."""
         fixed: dict[str, object] = {
             "group.id": "penstock-none",
             "enable.auto.commit": False,
@@ -241,13 +241,13 @@ class Cluster:
             "fetch.error.backoff.ms": 20,
             "fetch.queue.backoff.ms": 20,
         }
-        return self._made(Consumer, {**fixed, **settings})
+        return self._make(Consumer, {**fixed, **settings})
 
     @property
     def admin(self) -> AdminClient:
         with self._lock:
             if self._admin is None:
-                self._admin = self._made(AdminClient, {})
+                self._admin = self._make(AdminClient, {})
             return self._admin
 
     def _chosen(self, settings: Mapping[str, object]) -> dict[str, object]:
@@ -258,14 +258,14 @@ class Cluster:
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.refresh.fast.interval.ms": 20,
             "retry.backoff.ms": 20,
-            # A broker that says nothing for so long is left for another.
+            # A broker that does not answer for this long is abandoned for another.
             "socket.timeout.ms": 6000,
             "socket.keepalive.enable": True,
             **settings,
             **self._settings,
         }
 
-    def _made(self, kind: Callable[..., T], settings: Mapping[str, object]) -> T:
+    def _make(self, kind: Callable[..., T], settings: Mapping[str, object]) -> T:
         chosen = self._chosen(settings)
         if kind is not Producer:
             chosen["error_cb"] = self._on_error
@@ -273,24 +273,22 @@ class Cluster:
             return kind(chosen, **({} if kind is Producer else {"logger": _log}))
         except KafkaException as error:
             raise UsageError(
-                f"librdkafka does not take these options: {error.args[0].str()}"
+                f"librdkafka does not accept these options: {error.args[0].str()}"
             ) from None
 
     def _on_error(self, error: KafkaError) -> None:
         self._last_error = error.str()
 
     def _hear(self) -> None:
-        """Take in what librdkafka has to say of the connection: it says so only when asked."""
+        """Poll for librdkafka's errors about the connection, which it reports only on a poll."""
         with self._lock:
             if self._admin is not None:
                 self._admin.poll(0)
 
     # Errors
 
-    def translated(
-        self, error: KafkaException | KafkaError | TimeoutError, doing: str
-    ) -> Exception:
-        """Our error for one of librdkafka's; `doing` says what did not happen."""
+    def translate(self, error: KafkaException | KafkaError | TimeoutError, doing: str) -> Exception:
+        """Our error for one of librdkafka's; `doing` says what failed."""
         self._hear()
         if isinstance(error, TimeoutError):
             error = KafkaError(KafkaError._TIMED_OUT)
@@ -299,8 +297,8 @@ class Cluster:
         code = found.code()
         if code in REFUSED or _is_refusal(self._last_error):
             return LogAccessError(
-                f"{self.address.servers} does not let this client in ({doing}): "
-                f"{self._last_error or said}; see the options security.protocol, sasl.* and ssl.*"
+                f"{self.address.servers} refuses this client ({doing}): "
+                f"{self._last_error or said}; check the options security.protocol, sasl.* and ssl.*"
             )
         if code in (_UNREACHABLE | MOMENTARY):
             detail = f": {self._last_error}" if self._last_error else ""
@@ -308,26 +306,28 @@ class Cluster:
                 f"Kafka at {self.address.servers} did not answer in time ({doing}): {said}{detail}"
             )
         if code in (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE):
-            return LimitError(f"{doing}: Kafka takes no message of this size (max.message.bytes)")
-        return LogError(f"{doing}: Kafka says {said}")
+            return LimitError(
+                f"{doing}: the message is larger than the topic allows (max.message.bytes)"
+            )
+        return LogError(f"{doing}: Kafka reports {said}")
 
-    def undone(self, error: KafkaException | KafkaError, doing: str) -> Exception:
-        """Our error for what ended a transaction, or sending, of which nothing is left.
+    def translate_abort(self, error: KafkaException | KafkaError, doing: str) -> Exception:
+        """Our error for what ended a transaction, or a send, that left nothing behind.
 
-        It can be made again, also after an error that is not known here: only what Kafka will
-        never take is given up at once.
+        It can be repeated, even after an error that is not known here: only messages that Kafka
+        will never accept are given up at once.
         """
-        told = self.translated(error, doing)
+        told = self.translate(error, doing)
         found: KafkaError = error.args[0] if isinstance(error, KafkaException) else error
         if type(told) is not LogError or found.code() in _NEVER:
             return told
-        return LogBusyError(f"{doing}: Kafka gave it up ({found.str()}): try again")
+        return LogBusyError(f"{doing}: Kafka aborted it ({found.str()}): try again")
 
-    def asked(self, doing: str, question: Callable[[float], T], topic: str | None = None) -> T:
-        """The answer to a question; asked again while the cluster is busy with itself.
+    def ask(self, doing: str, question: Callable[[float], T], topic: str | None = None) -> T:
+        """Make a request; repeat it while the cluster is busy with itself.
 
-        An attempt is given up early at first, since the broker that was asked may be dead. The
-        cluster is looked at again then, or only the `topic` that it was about.
+        The first attempts have short timeouts, since the broker that was asked may be dead. The
+        metadata of the cluster, or only of `topic`, is then refreshed.
         """
         deadline = time.monotonic() + self.timeout_s
         patience_s = ATTEMPT_S
@@ -335,13 +335,13 @@ class Cluster:
             left = max(0.1, deadline - time.monotonic())
             try:
                 answer = question(min(patience_s, left))
-                self._last_error = ""  # whatever it was, it is over
+                self._last_error = ""  # whatever the error was, it is over
                 return answer
             except (KafkaException, TimeoutError) as error:
                 self._hear()
                 is_over = time.monotonic() > deadline or _is_refusal(self._last_error)
                 if is_over or not _may_pass(error):
-                    raise self.translated(error, doing) from error
+                    raise self.translate(error, doing) from error
                 self._check_missing(error)
             self.check_open()
             patience_s *= 2
@@ -351,41 +351,41 @@ class Cluster:
                 left = max(0.1, deadline - time.monotonic())
                 self.admin.list_topics(*about, timeout=min(ATTEMPT_S, left))
 
-    def done(
-        self, doing: str, asked: Mapping[T, Future[Any]], fine: Sequence[int] = ()
+    def collect(
+        self, doing: str, futures: Mapping[T, Future[Any]], fine: Sequence[int] = ()
     ) -> dict[T, Any]:
-        """The answers to an administrator; those that failed with a `fine` code are left out."""
+        """The results of an admin request; those that failed with a `fine` code are left out."""
         answers = {}
-        for name, future in asked.items():
+        for name, future in futures.items():
             try:
                 answers[name] = future.result(self.timeout_s)
             except (KafkaException, TimeoutError) as error:
                 if isinstance(error, TimeoutError) or code_of(error) not in fine:
-                    raise self.translated(error, doing) from error
+                    raise self.translate(error, doing) from error
         return answers
 
     # Questions
 
     def metadata(self, doing: str) -> ClusterMetadata:
         """Brokers, controller and topics, as the cluster knows them."""
-        return self.asked(doing, lambda left: self.admin.list_topics(timeout=left))
+        return self.ask(doing, lambda left: self.admin.list_topics(timeout=left))
 
     def topics(self) -> dict[str, int]:
-        """All topics with their numbers of partitions."""
+        """All topics, with their number of partitions."""
         found = self.metadata("listing topics").topics
         return {name: len(topic.partitions) for name, topic in found.items()}
 
     def ends(
         self, partitions: Sequence[tuple[str, int]], *, committed: bool
     ) -> dict[tuple[str, int], int]:
-        """The offset after the last event: the last committed one, or the very last."""
+        """The offset after the last event: the last committed one, or the last one written."""
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         return self._offsets(partitions, OffsetSpec.latest(), level)
 
-    def settled_ends(self, partitions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """The ends, once everything that was written before can be read.
+    def wait_for_ends(self, partitions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """The ends of partitions, once everything written before this call can be read.
 
-        A commit ends before its marks are written, and may be acknowledged before that.
+        A commit may be acknowledged before its markers are written.
         """
         ends = self.ends(partitions, committed=False)
         deadline = time.monotonic() + self.patience_s
@@ -402,7 +402,7 @@ class Cluster:
         return self._offsets(partitions, OffsetSpec.earliest(), level)
 
     def offset_at(self, topic: str, partition: int, time_ms: int) -> int | None:
-        """The first offset with a timestamp of `time_ms` or later; `None` if there is none."""
+        """The first offset with timestamp `time_ms` or later; `None` if there is none."""
         spec = OffsetSpec.for_timestamp(time_ms)
         level = IsolationLevel.READ_UNCOMMITTED
         found = self._offsets([(topic, partition)], spec, level)[topic, partition]
@@ -414,22 +414,22 @@ class Cluster:
         if not partitions:
             return {}
 
-        def ask(left: float) -> dict[tuple[str, int], int]:
+        def question(left: float) -> dict[tuple[str, int], int]:
             wanted = {TopicPartition(*place): spec for place in partitions}
-            asked = self.admin.list_offsets(wanted, isolation_level=level, request_timeout=left)
+            answers = self.admin.list_offsets(wanted, isolation_level=level, request_timeout=left)
             found = {
                 (place.topic, place.partition): int(answer.result(left).offset)
-                for place, answer in asked.items()
+                for place, answer in answers.items()
             }
             if OFFSET_INVALID in found.values():  # a broker did not answer in time
-                raise _timed_out()
+                raise _timeout_error()
             return found
 
         topic = partitions[0][0]
-        return self.asked(f"asking for offsets of {topic}", ask, topic)
+        return self.ask(f"asking for offsets of {topic}", question, topic)
 
 
-def _timed_out() -> KafkaException:
+def _timeout_error() -> KafkaException:
     return KafkaException(KafkaError(KafkaError._TIMED_OUT))
 
 

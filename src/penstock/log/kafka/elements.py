@@ -1,11 +1,11 @@
-"""Changelogs of sets and lists as messages whose keys say what a later message replaces.
+"""Changelogs of sets and lists as messages, whose keys decide what a later message replaces.
 
-The key of such a message is the event's key, a NUL, and what the action is about: the element of
-a set, as JSON; the slot of a list; nothing for an action on the whole collection. So Kafka's
-compaction, which keeps the last message of each key, keeps all that makes up the collection:
-a list has a slot for each element that was added since it was last told as a whole.
+The key of such a message is the event's key, a NUL, and what the action applies to: the element
+of a set, as JSON; the slot of a list; nothing for an action on the whole collection. So Kafka's
+compaction, which keeps the last message of each key, keeps everything that makes up the
+collection: a list has a slot for each element added since it was last written as a whole.
 
-A removal has no value: compaction drops it in the end, and the element with it.
+A removal has no value: compaction eventually drops it, and the element with it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.log.collections import LIST_SET_EVERY
-from penstock.log.objects import Entries, Stream
+from penstock.log.declaring.objects import Entries, Stream
+from penstock.log.reading.collections import LIST_SET_EVERY
 
-_BETWEEN = b"\0"  # JSON has none, so the last one of a key is ours
+_BETWEEN = b"\0"  # JSON contains none, so the last one in a key is ours
 _DELETE = b'{"action":"delete"}'
 
 
@@ -38,12 +38,12 @@ def tells_actions(stream: Stream) -> bool:
 def to_messages(
     stream: Stream, keys: Sequence[bytes], documents: Sequence[bytes | None]
 ) -> tuple[list[bytes], list[bytes | None]]:
-    """The keys and values of messages that tell these actions."""
+    """The keys and values of the messages for these actions."""
     kind = stream.spec.entries
     made_keys: list[bytes] = []
     values: list[bytes | None] = []
     for key, document in zip(keys, documents, strict=True):
-        # Without a value a deletion would be dropped in the end, and the elements be there again.
+        # A deletion without a value would eventually be dropped, and the elements reappear.
         said = _DELETE if document is None else document
         told = _decoder.decode(said)
         made_keys.append(key + _BETWEEN + _about(kind, told))
@@ -56,24 +56,24 @@ def _about(kind: Entries, told: _Told) -> bytes:
         return b""
     if kind == "set":
         return bytes(told.value)
-    # Whoever does not say where in the list it goes replaces nothing.
+    # An action without a slot in the list replaces nothing.
     slot = secrets.randbits(64) if told.index is None else told.index % LIST_SET_EVERY
     return str(slot).encode()
 
 
 def event_key(key: bytes) -> bytes:
-    """The key of the event; of a message of somebody else, without the rest, its own."""
-    return _parted(key)[0]
+    """The key of the event; for another client's message, without the suffix, its own key."""
+    return _split_key(key)[0]
 
 
 def document(key: bytes, value: bytes | None) -> bytes | None:
-    """The action that a message tells; `None` where it deletes the entry."""
-    about = _parted(key)[1]
+    """The action that a message stands for; `None` if it deletes the entry."""
+    about = _split_key(key)[1]
     if value is not None or not about:
         return value
     return b'{"action":"remove","value":' + about + b"}"
 
 
-def _parted(key: bytes) -> tuple[bytes, bytes]:
+def _split_key(key: bytes) -> tuple[bytes, bytes]:
     before, between, about = key.rpartition(_BETWEEN)
     return (before, about) if between else (key, b"")

@@ -1,4 +1,4 @@
-"""How a cluster is doing: its brokers, and who leads and holds the partitions of the streams."""
+"""The health of a cluster: its brokers, and the leaders and replicas of streams' partitions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Broker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartitionHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A partition of a stream: its leader, the brokers that hold it, and those that keep up."""
+    """A partition of a stream: its leader, its replicas, and those that are in sync."""
 
     stream: str
     topic: str
@@ -35,7 +35,7 @@ class PartitionHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_behind(self) -> bool:
-        """Whether fewer brokers keep up than should hold it."""
+        """Whether fewer replicas are in sync than there should be."""
         return len(self.in_sync) < len(self.replicas)
 
     @property
@@ -44,7 +44,7 @@ class PartitionHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it, as of now."""
+    """The health of the whole cluster, as of now."""
 
     cluster: str
     brokers: tuple[Broker, ...]
@@ -52,7 +52,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def health(cluster: Cluster, streams: Sequence[KafkaStream]) -> Health:
-    """Ask the cluster. Raises `LogUnreachableError` if it does not answer."""
+    """Query the cluster. Raises `LogUnreachableError` if it does not answer."""
     told = cluster.metadata("describing the cluster")
     racks = _racks(cluster)
     partitions = _partitions(told, streams, racks)
@@ -77,7 +77,7 @@ def _racks(cluster: Cluster) -> dict[int, str]:
         told = cluster.admin.describe_cluster(request_timeout=left).result(left + 1)
         return {node.id: node.rack or "" for node in told.nodes}
 
-    return cluster.asked("looking for racks", ask)
+    return cluster.ask("looking for racks", ask)
 
 
 def _partitions(

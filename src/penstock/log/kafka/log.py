@@ -17,6 +17,7 @@ from confluent_kafka import libversion
 from penstock.errors import (
     ClosedError,
     DamagedError,
+    LogAccessError,
     LogError,
     LogFormatError,
     UsageError,
@@ -27,37 +28,19 @@ from penstock.log.api import (
     Committed,
     Count,
     Damage,
-    Entry,
     Holder,
     Limits,
     Offsets,
     Part,
     Piece,
     Pin,
-    Progress,
+    Report,
+    TableEntry,
     Upkeep,
 )
 from penstock.log.batch import Batch
-from penstock.log.caretaker import Caretaker
-from penstock.log.checks import check_call, check_limits
-from penstock.log.compose import Composer
-from penstock.log.folders import cache_folder
-from penstock.log.kafka.applier import Applier
-from penstock.log.kafka.client import Address, Cluster, KafkaOptions
-from penstock.log.kafka.health import Health, health
-from penstock.log.kafka.ledger import Ledger
-from penstock.log.kafka.objects import FORMATS, Catalogue, Draft, KafkaStream, StreamGoneError
-from penstock.log.kafka.producers import Producers
-from penstock.log.kafka.reading import Reader
-from penstock.log.kafka.session import Sessions
-from penstock.log.kafka.staging import Staging
-from penstock.log.kafka.store import FILE_FORMAT
-from penstock.log.kafka.tables import Tables
-from penstock.log.kafka.topics import PIN_MS_MAX, Topics, own_topics
-from penstock.log.kafka.upkeep import Housekeeper
-from penstock.log.kafka.writing import Writer
-from penstock.log.names import check_producer
-from penstock.log.objects import (
+from penstock.log.declaring.names import check_producer
+from penstock.log.declaring.objects import (
     Change,
     Defaults,
     ObjectChanged,
@@ -67,7 +50,25 @@ from penstock.log.objects import (
     system_streams,
     to_event,
 )
+from penstock.log.engine.caretaker import Caretaker
+from penstock.log.engine.checks import check_call, check_limits
+from penstock.log.kafka.applier import Applier
+from penstock.log.kafka.client import Address, Cluster, KafkaOptions
+from penstock.log.kafka.health import Health, health
+from penstock.log.kafka.ledger import Ledger
+from penstock.log.kafka.objects import FORMATS, Draft, KafkaCatalogue, KafkaStream, StreamGoneError
+from penstock.log.kafka.producers import Producers
+from penstock.log.kafka.reading import KafkaReader
+from penstock.log.kafka.session import Sessions
+from penstock.log.kafka.staging import Staging
+from penstock.log.kafka.store import FILE_FORMAT
+from penstock.log.kafka.tables import KafkaTables
+from penstock.log.kafka.topics import PIN_MS_MAX, Topics, own_topics
+from penstock.log.kafka.upkeep import KafkaHousekeeper
+from penstock.log.kafka.writing import KafkaWriter
+from penstock.log.writing.compose import Composer
 from penstock.records.event import JsonValue, microseconds
+from penstock.resources import cache_folder
 
 T = TypeVar("T")
 
@@ -91,23 +92,23 @@ class KafkaLog:
         self._defaults = defaults
         self._options = options
         self._cluster = Cluster(address, options, settings or {})
-        self._catalogue = Catalogue(self._cluster)
+        self._catalogue = KafkaCatalogue(self._cluster)
         self._sessions = Sessions(self._cluster)
         self._ledger = Ledger(self._cluster)
         self._producers = Producers(self._sessions, self._ledger, self._catalogue)
         self._staging = Staging(self._cluster)
-        self._reader = Reader(self._cluster, limits, self._catalogue.check_there)
+        self._reader = KafkaReader(self._cluster, limits, self._catalogue.check_there)
         self._composer = Composer("penstock", limits)
         self._opened = False
         self._process = os.getpid()
         self._caretaker = Caretaker(options.upkeep_interval_ms / 1000, self.maintain)
         self._closing = contextlib.ExitStack()
-        """Closes everything, the last one first, however far opening got."""
+        """Closes everything in reverse order, however far opening got."""
         for part in (self._catalogue, self._ledger, self._reader, self._staging, self._sessions):
             self._closing.callback(part.close)
 
     def open(self) -> Self:
-        """Find the log in the cluster, or make it.
+        """Find the log in the cluster, or create it.
 
         Raises `LogUnreachableError`, `LogAccessError`, or `LogFormatError` if there is none.
         """
@@ -115,17 +116,26 @@ class KafkaLog:
         copies = min(3, len(there.brokers))
         if self._defaults.replication is None:
             self._defaults = msgspec.structs.replace(self._defaults, replication=copies)
+        topics = own_topics(self._options)
+        missing = {n: v for n, v in topics.items() if self._address.own(n) not in there.topics}
         if self._catalogue.topic not in there.topics:
             if not self._create:
                 raise LogFormatError(
                     f"there is no log at {self._address.url}: create a stream there first "
                     "(penstock stream create)"
                 )
-            Topics(self._cluster).make_own(own_topics(self._options), copies)
+            Topics(self._cluster).make_own(topics, copies)
+        elif missing:  # made by an earlier version; readers need no permission to add them
+            with contextlib.suppress(LogAccessError):
+                Topics(self._cluster).make_own(missing, copies)
         self._applier = Applier(
-            self._cluster, self._sessions, self._catalogue, self._composer, self._defaults,
+            self._cluster,
+            self._sessions,
+            self._catalogue,
+            self._composer,
+            self._defaults,
             self._limits.partitions_max,
-        )  # fmt: skip
+        )
         self._catalogue.look()
         if self._catalogue.about() is None:
             self._applier.change(self._populate)
@@ -136,14 +146,13 @@ class KafkaLog:
                 f"the log at {self._address.url} is {found}: this version reads "
                 f"{' and '.join(map(str, FORMATS))}"
             )
-        with contextlib.suppress(LogError):  # who may only read leaves it to others
-            self._applier.settle_leftovers()
-        self._tables = Tables(self._cluster, self._reader, self._limits, self._cache(about.id))
-        self._writer = Writer(
-            self._cluster, self._producers, self._ledger, self._catalogue, self._staging,
-            self._tables, self._limits,
-        )  # fmt: skip
-        self._housekeeper = Housekeeper(
+        with contextlib.suppress(LogError):  # a process that may only read leaves this to others
+            self._applier.finish_leftovers()
+        self._tables = KafkaTables(self._cluster, self._reader, self._limits, self._cache(about.id))
+        self._writer = KafkaWriter(
+            self._cluster, self._producers, self._staging, self._tables, self._limits
+        )
+        self._housekeeper = KafkaHousekeeper(
             self._cluster, self._producers, self._ledger, self._staging, self._tables.store
         )
         self._closing.callback(self._tables.store.close)
@@ -152,7 +161,7 @@ class KafkaLog:
         return self
 
     def _cache(self, log_id: str) -> Path:
-        """Where tables are materialised: a file for each log, shared by the processes here."""
+        """Where tables are materialised: one file per log, shared by this machine's processes."""
         folder = self._options.cache or cache_folder("tables", "PENSTOCK_CACHE")
         return Path(folder) / f"{log_id}.{FILE_FORMAT}.db"
 
@@ -187,10 +196,10 @@ class KafkaLog:
 
     def _check_open(self) -> None:
         if not self._opened:
-            raise ClosedError(f"the log {self.url} is closed")
+            raise ClosedError(f"log {self.url} is closed")
         if os.getpid() != self._process:
             raise ClosedError(
-                f"the log {self.url} was opened before this process was forked: open it in the "
+                f"log {self.url} was opened before this process was forked: open it in the "
                 "process that uses it"
             )
 
@@ -222,10 +231,10 @@ class KafkaLog:
         self._applier.change(work)
 
     def adopt(self, spec: StreamSpec) -> None:
-        """Make a topic that somebody else made a stream of the log.
+        """Make an existing topic a stream of the log.
 
-        It is there as it is: its partitions are the stream's, its retention stays its own.
-        Raises `UsageError` if there is no such topic, or it has another number of partitions.
+        The topic is used as it is: its partitions are the stream's, and it keeps its own retention.
+        Raises `UsageError` if there is no such topic, or if its number of partitions differs.
         """
         self._check_open()
         self._applier.change(lambda draft: [draft.adopt(spec)])
@@ -281,18 +290,18 @@ class KafkaLog:
 
     # Reading
 
-    def _found(self, name: str) -> KafkaStream:
+    def _find(self, name: str) -> KafkaStream:
         self._check_open()
         return self._catalogue.stream(name)
 
     def _on(self, name: str, ask: Callable[[KafkaStream], T]) -> T:
-        """Ask of a stream."""
-        return self._on_all(lambda: [self._found(name)], lambda found: ask(found[0]))
+        """Call `ask` with a stream."""
+        return self._on_all(lambda: [self._find(name)], lambda found: ask(found[0]))
 
     def _on_all(
         self, find: Callable[[], list[KafkaStream]], ask: Callable[[list[KafkaStream]], T]
     ) -> T:
-        """Ask of streams; again if one turns out to be gone, or another than a moment ago."""
+        """Call `ask` with streams; again if one turns out to be dropped, or recreated meanwhile."""
         self._check_open()
         streams = find()
         try:
@@ -310,39 +319,44 @@ class KafkaLog:
 
     def advance(self, stream: str, partition: int, start: int, rows: int) -> int:
         del stream, partition
-        return start + rows  # an event has an offset of its own; so have marks of transactions
+        return start + rows  # every event has its own offset; so have transaction markers
+
+    def retreat(self, stream: str, partition: int, end: int, rows: int) -> int:
+        del stream, partition
+        return max(0, end - rows)
 
     def count(self, stream: str, partition: int, start: int, end: int) -> Count:
         del stream, partition
-        distance = max(0, end - start)  # marks and what was compacted are counted too
+        distance = max(0, end - start)  # transaction markers and compacted events are counted too
         return Count(distance, is_exact=distance == 0)
 
     def read(
         self, stream: str, partition: int, start: int, end: int | None = None
     ) -> Iterator[Batch]:
-        return self._reader.read(self._found(stream), partition, start, end)
+        return self._reader.read(self._find(stream), partition, start, end)
 
-    def wait(self, stream: str, positions: Mapping[int, int], timeout_s: float) -> bool:
-        return self._reader.wait(self._found(stream), positions, timeout_s)
+    def wait(self, places: Mapping[str, Mapping[int, int]], timeout_s: float) -> bool:
+        found = [(self._find(name), wanted) for name, wanted in places.items()]
+        return self._reader.wait(found, timeout_s)
 
     # Tables
 
     def get(
         self, stream: str, keys: Sequence[bytes], at: Pin | None = None, *, settled: bool = False
-    ) -> list[Entry | None]:
+    ) -> list[TableEntry | None]:
         return self._on(stream, lambda found: self._tables.get(found, keys, at, settled=settled))
 
     def page(
         self, stream: str, after: bytes | None = None, limit: int = 100, at: Pin | None = None
-    ) -> list[Entry]:
+    ) -> list[TableEntry]:
         return self._on(stream, lambda found: self._tables.page(found, after, limit, at))
 
-    def snapshot(self, stream: str) -> Iterator[list[Entry]]:
-        return self._tables.snapshot(self._found(stream))
+    def snapshot(self, stream: str) -> Iterator[list[TableEntry]]:
+        return self._tables.snapshot(self._find(stream))
 
     def pin(self, duration_s: float = 600.0) -> Pin:
         if not 0 < duration_s * 1000 <= PIN_MS_MAX:
-            raise UsageError(f"a pin lasts up to {PIN_MS_MAX // 1000} seconds, not {duration_s}")
+            raise UsageError(f"a pin can last up to {PIN_MS_MAX // 1000} seconds, not {duration_s}")
         return self._on_all(
             self._catalogue.streams, lambda found: self._tables.pin(found, duration_s)
         )
@@ -354,24 +368,27 @@ class KafkaLog:
 
     def maintain(self) -> Upkeep:
         self._check_open()
-        self._applier.settle_leftovers()
+        self._applier.finish_leftovers()
         return self._on_all(self._catalogue.streams, self._housekeeper.round)
 
-    def verify(self, progress: Progress | None = None) -> Iterator[Damage]:
+    def verify(self, progress: Report | None = None) -> Iterator[Damage]:
         """Read every message of every stream; those that cannot be decoded are damage."""
         self._check_open()
-        streams = self._catalogue.streams()
-        ends = {stream.id: self._reader.offsets(stream) for stream in streams}
-        total = sum(found.next - found.first for parts in ends.values() for found in parts.values())
+        parts = [
+            (stream, partition, found)
+            for stream in self._catalogue.streams()
+            for partition, found in self._reader.offsets(stream).items()
+        ]
+        sizes = [
+            self.count(str(stream.name), partition, found.first, found.next).events
+            for stream, partition, found in parts
+        ]
         done = 0
-        for stream in streams:
-            for partition, found in ends[stream.id].items():
-                yield from self._verify(stream, partition, found)
-                done += found.next - found.first
-                if progress is not None:
-                    progress(done, total)
-        if progress is not None:
-            progress(total, total)
+        for (stream, partition, found), size in zip(parts, sizes, strict=True):
+            yield from self._verify(stream, partition, found)
+            done += size
+            if progress is not None:
+                progress(done, sum(sizes))
 
     def _verify(self, stream: KafkaStream, partition: int, found: Offsets) -> Iterator[Damage]:
         at = found.first
@@ -386,7 +403,7 @@ class KafkaLog:
                 )
                 at = error.last_offset + 1
 
-    def backup(self, target: Path, progress: Progress | None = None) -> None:
+    def backup(self, target: Path, progress: Report | None = None) -> None:
         del progress
         raise UsageError(
             f"a log on Kafka cannot be copied to {target}: replicate its topics with Kafka's own "
@@ -394,7 +411,7 @@ class KafkaLog:
         )
 
     def health(self) -> Health:
-        """How the cluster is doing, and who leads and holds the streams' partitions."""
+        """The health of the cluster, and the leaders and replicas of the streams' partitions."""
         self._check_open()
         return health(self._cluster, self._catalogue.streams())
 
@@ -423,9 +440,13 @@ def open_kafka(
     settings: Mapping[str, str | int | bool],
 ) -> KafkaLog:
     log = KafkaLog(
-        Address.parse(url), create=create, limits=limits, defaults=defaults, options=options,
+        Address.parse(url),
+        create=create,
+        limits=limits,
+        defaults=defaults,
+        options=options,
         settings=settings,
-    )  # fmt: skip
+    )
     try:
         return log.open()
     except BaseException:

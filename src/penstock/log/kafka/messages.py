@@ -1,8 +1,8 @@
 """Events as Kafka messages: CloudEvents in binary mode, so that any client can read and write them.
 
-The value is the data as JSON (or bytes), the key the event's key, the envelope is in headers
-`ce_…`. A message of somebody else, without these, is an event too: its envelope follows from
-the message itself.
+The value is the data as JSON (or bytes), the key is the event's key, and the envelope is in
+headers `ce_…`. A message of another client, without these headers, is an event too: its envelope
+is derived from the message itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 
-from penstock.errors import DamagedError
-from penstock.log.batch import Batch, Run
-from penstock.log.documents import documents_of
+from penstock.errors import DamagedError, LogError
+from penstock.log.batch import Batch, CommitRun, documents_of
+from penstock.log.declaring.objects import Stream
 from penstock.log.kafka import elements
-from penstock.log.objects import Stream
 from penstock.records.arrow import (
     TIME_US_MAX,
     TIME_US_MIN,
@@ -36,22 +35,22 @@ from penstock.records.event import (
     ENVELOPE,
     GIVEN,
     Stamp,
+    add_stamp,
     envelope,
     from_microseconds,
     stamp_of,
-    stamped,
 )
 
 _CONTENT = "content-type"
 _PREFIX = "ce_"
-#: attributes that are columns of their own, or say nothing
+#: attributes that are columns of their own, or carry no information
 _OWN = frozenset({"ce_specversion", "ce_id", "ce_type", "ce_source", "ce_time", _CONTENT})
 Headers = list[tuple[str, str | bytes | None]]
 Found = Sequence[dict[str, bytes]]
 
 
 class Encoded(NamedTuple):
-    """Events of one partition, ready to be sent; headers are made one by one."""
+    """Events of one partition, ready to be sent; headers are created one by one."""
 
     rows: int
     keys: Sequence[bytes | None]
@@ -70,7 +69,7 @@ def encode(stream: Stream, batch: pa.RecordBatch) -> Encoded:
 
 
 def follows_from_data(batch: pa.RecordBatch) -> bool:
-    """Whether the time of the events is a field of theirs, and need not be said again."""
+    """Whether the time of the events is one of their fields, and needs no header."""
     field = stamp_of(batch).time_field
     if field is None or "_time" in batch.schema.names:
         return False
@@ -117,7 +116,7 @@ def _iso(times: pa.Array) -> pa.Array:
 
 
 class MessageBatch(Batch):
-    """Messages as a batch: data is decoded at once, the envelope when somebody asks for it."""
+    """Messages as a batch: data is decoded immediately, the envelope on demand."""
 
     __slots__ = ("_found", "_full", "_made", "_messages")
 
@@ -125,10 +124,10 @@ class MessageBatch(Batch):
         self, stream: Stream, messages: Sequence[Message], plain: pa.RecordBatch, offsets: pa.Array
     ) -> None:
         first, partition = offset_of(messages[0]), int(messages[0].partition() or 0)
-        runs: tuple[Run, ...] = (Run(first, 0, appended_us(messages[0])),)
-        last_us = appended_us(messages[-1])
+        runs: tuple[CommitRun, ...] = (CommitRun(first, 0, append_time_us(messages[0])),)
+        last_us = append_time_us(messages[-1])
         if last_us != runs[0].time_us:
-            runs = (*runs, Run(offset_of(messages[-1]), 0, last_us))
+            runs = (*runs, CommitRun(offset_of(messages[-1]), 0, last_us))
         super().__init__(stream, partition, first, plain, runs, offsets)
         self._messages = messages
         self._made: dict[str, pa.Array] = {}
@@ -137,7 +136,7 @@ class MessageBatch(Batch):
 
     @property
     def _stored(self) -> pa.RecordBatch:
-        """The data with every envelope column written out beside it."""
+        """The data together with every envelope column."""
         if self._full is None:
             made = self._envelope(GIVEN)
             stream, plain = self.stream, self._kept
@@ -146,7 +145,7 @@ class MessageBatch(Batch):
             whole = pa.RecordBatch.from_arrays(
                 [*plain.columns, *made.values()], schema=pa.schema([*plain.schema, *fields])
             )
-            self._full = stamped(whole, stamp)
+            self._full = add_stamp(whole, stamp)
         return self._full
 
     def keys(self) -> pa.Array:
@@ -177,7 +176,7 @@ class MessageBatch(Batch):
         return _extensions(self._headers())
 
     def _headers(self) -> Found:
-        """Taking headers out of messages costs more than decoding them: only if somebody asks."""
+        """The headers, extracted on demand: that costs more than decoding the messages."""
         if self._found is None:
             self._found = [
                 cast(dict[str, bytes], dict(message.headers() or ())) for message in self._messages
@@ -185,7 +184,7 @@ class MessageBatch(Batch):
         return self._found
 
     def _times(self) -> pa.Array:
-        """The field that is the time; else what the header says; else when it was appended."""
+        """The field that holds the time; else the time in the header; else the time of append."""
         field = self.stream.spec.time
         said = pa.nulls(len(self._messages), UTC_MICROSECONDS)
         if field is not None and field in self._kept.schema.names:
@@ -193,29 +192,31 @@ class MessageBatch(Batch):
         if said.null_count:
             said = pc.coalesce(said, _said_times(self._headers()))
         if said.null_count:
-            appended = pa.array([appended_us(message) for message in self._messages], pa.int64())
+            appended = pa.array([append_time_us(message) for message in self._messages], pa.int64())
             said = pc.coalesce(said, appended.cast(UTC_MICROSECONDS))
         return said
 
-    def sliced(self, start: int, end: int) -> Batch:
+    def slice_offsets(self, start: int, end: int) -> Batch:
         offsets = self.offsets()
         at = int(pc.sum(pc.less(offsets, start)).as_py())
         count = int(pc.sum(pc.less(offsets, end)).as_py()) - at
         return MessageBatch(
-            self.stream, self._messages[at : at + count], self._kept.slice(at, count),
+            self.stream,
+            self._messages[at : at + count],
+            self._kept.slice(at, count),
             offsets.slice(at, count),
-        )  # fmt: skip
+        )
 
 
 def decode(stream: Stream, messages: Sequence[Message]) -> Iterator[Batch | DamagedError]:
-    """The events of messages of one partition; an error in the place of what cannot be read."""
+    """The events in messages of one partition; an error in place of each that is damaged."""
     values = [message.value() for message in messages]
     if elements.tells_actions(stream):
         keys = [message.key() or b"" for message in messages]
         values = list(map(elements.document, keys, values))
     offsets = pa.array([message.offset() for message in messages], pa.int64())
     if stream.record is None:
-        plain, wrong = _untyped(stream, values)
+        plain, wrong = _untyped_columns(stream, values)
     else:
         plain, wrong = from_documents(values, stream.record)
         if not stream.spec.table:
@@ -223,7 +224,7 @@ def decode(stream: Stream, messages: Sequence[Message]) -> Iterator[Batch | Dama
     if stream.spec.table:
         wrong += [(row, "it has no key") for row, m in enumerate(messages) if m.key() is None]
     if not wrong:
-        yield MessageBatch(stream, messages, _with_deleted(stream, plain, values), offsets)
+        yield MessageBatch(stream, messages, _add_deletions(stream, plain, values), offsets)
         return
     yield from _around(stream, messages, sorted(dict(wrong).items()))
 
@@ -231,27 +232,31 @@ def decode(stream: Stream, messages: Sequence[Message]) -> Iterator[Batch | Dama
 def _around(
     stream: Stream, messages: Sequence[Message], wrong: Sequence[tuple[int, str]]
 ) -> Iterator[Batch | DamagedError]:
-    """The good messages between the bad ones, and an error for each of these, in order."""
+    """The valid messages as batches, and an error for each invalid one, in order."""
     at = 0
     for row, reason in wrong:
         if row > at:
             yield from decode(stream, messages[at:row])
         offset, partition = offset_of(messages[row]), int(messages[row].partition() or 0)
         yield DamagedError(
-            f"stream {stream.name}, partition {partition}: the message at offset {offset} is no "
-            f"{stream.type}: {reason}",
-            str(stream.name), partition, offset, offset,
-            key=_keys(stream, messages[row : row + 1])[0], data=messages[row].value(),
-        )  # fmt: skip
+            f"stream {stream.name}, partition {partition}: the message at offset {offset} is not "
+            f"a valid {stream.type}: {reason}",
+            str(stream.name),
+            partition,
+            offset,
+            offset,
+            key=_keys(stream, messages[row : row + 1])[0],
+            data=messages[row].value(),
+        )
         at = row + 1
     if at < len(messages):
         yield from decode(stream, messages[at:])
 
 
-def _untyped(
+def _untyped_columns(
     stream: Stream, values: Sequence[bytes | None]
 ) -> tuple[pa.RecordBatch, list[tuple[int, str]]]:
-    """JSON or bytes as they are; what should be JSON and is not is told of."""
+    """JSON or bytes unchanged; values that should be JSON but are not are reported in `wrong`."""
     if stream.spec.content == "bytes":
         return pa.record_batch({DATA: pa.array(values, pa.binary())}), []
     wrong = not_json(values)
@@ -261,7 +266,7 @@ def _untyped(
     return pa.record_batch({DATA: pa.array(kept, pa.binary()).cast(pa.string())}), wrong
 
 
-def _with_deleted(
+def _add_deletions(
     stream: Stream, plain: pa.RecordBatch, values: Sequence[bytes | None]
 ) -> pa.RecordBatch:
     if stream.record is not None and stream.spec.table:
@@ -283,17 +288,18 @@ def _keys(stream: Stream, messages: Sequence[Message]) -> list[bytes | None]:
 
 def offset_of(message: Message) -> int:
     offset = message.offset()
-    assert offset is not None  # noqa: S101  a message that was read has one
+    if offset is None:
+        raise LogError("Kafka returned a message without an offset")
     return offset
 
 
-def appended_us(message: Message) -> int:
+def append_time_us(message: Message) -> int:
     kind, time_ms = message.timestamp()
     return 0 if kind == TIMESTAMP_NOT_AVAILABLE else time_ms * 1000
 
 
 def _place(message: Message) -> str:
-    """What names a message that has no id: nothing else has this place."""
+    """An id for a message without one: its position, which is unique."""
     return f"{message.topic()}-{message.partition()}-{message.offset()}"
 
 
@@ -301,9 +307,11 @@ def _texts(found: Found, name: str, otherwise: Sequence[str]) -> pa.Array:
     given = pa.array([headers.get(name) for headers in found], pa.binary())
     try:
         texts = given.cast(pa.string())
-    except pa.ArrowInvalid:  # not UTF-8, so not by the book
-        texts = pa.array([None if v is None else v.decode("utf-8", "replace")
-                          for v in given.to_pylist()], pa.string())  # fmt: skip
+    except pa.ArrowInvalid:  # not UTF-8, so not a valid CloudEvent
+        texts = pa.array(
+            [None if v is None else v.decode("utf-8", "replace") for v in given.to_pylist()],
+            pa.string(),
+        )
     return texts if not texts.null_count else pc.coalesce(texts, pa.array(otherwise, pa.string()))
 
 
@@ -328,7 +336,7 @@ def _moment(text: bytes | None) -> object:
 
 
 def _extensions(found: Found) -> pa.Array:
-    """Whatever else is in the headers and is text, without the prefix."""
+    """All other headers that are text, without the prefix."""
     kind = ENVELOPE.field("_headers").type
     if all(len(headers) <= len(_OWN) and headers.keys() <= _OWN for headers in found):
         return pa.nulls(len(found), kind)

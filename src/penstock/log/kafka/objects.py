@@ -22,11 +22,9 @@ from penstock.errors import (
     UnknownObjectError,
     UsageError,
 )
-from penstock.log.changes import Resolved, must_exist, resolve, resolve_new
-from penstock.log.kafka.client import Address, Cluster
-from penstock.log.kafka.view import View
-from penstock.log.names import DEFAULT, SYSTEM, StreamName, guess, parse_stream
-from penstock.log.objects import (
+from penstock.log.declaring.changes import Resolved, must_exist, resolve, resolve_new
+from penstock.log.declaring.names import DEFAULT, SYSTEM, StreamName, guess, parse_stream
+from penstock.log.declaring.objects import (
     Change,
     CreateNamespace,
     CreateStream,
@@ -39,6 +37,8 @@ from penstock.log.objects import (
     check_writable_by_user,
     to_event,
 )
+from penstock.log.kafka.client import Address, Cluster
+from penstock.log.kafka.view import View
 from penstock.records.event import from_microseconds, now_us
 from penstock.records.schema import Schema
 
@@ -61,7 +61,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What the catalogue says of a stream. `adopted` is a topic that somebody else made.
 
     Without a `topic`, it is the one that has the stream's name.
@@ -102,7 +102,7 @@ Values = dict[str, bytes | None]
 """Lines of the catalogue by key; `None` strikes one out."""
 
 
-class Catalogue:
+class KafkaCatalogue:
     """What is there, as of a moment ago. For any thread."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -150,7 +150,7 @@ class Catalogue:
                 raise StreamGoneError(f"stream {stream.name} was dropped while it was in use")
             if found.id != stream.id:
                 raise StreamGoneError(
-                    f"stream {stream.name} was dropped and created anew while it was in use: read "
+                    f"stream {stream.name} was dropped and created again while it was in use: read "
                     "the new one from its beginning"
                 )
 
@@ -203,7 +203,7 @@ class StreamGoneError(UnknownObjectError):
 
 
 def _stream(address: Address, name: StreamName, value: bytes, offset: int) -> KafkaStream:
-    entry = msgspec.json.decode(value, type=Entry)
+    entry = msgspec.json.decode(value, type=CatalogueEntry)
     return KafkaStream(
         id=entry.id,
         name=name,
@@ -304,7 +304,7 @@ class Draft:
                 about, next_stream=number + 1, format=FORMAT if moved else about.format
             ),
         )
-        entry = Entry(
+        entry = CatalogueEntry(
             id=number,
             spec=cast(StreamSpec, resolved.spec),
             grown=resolved.grown,
@@ -334,7 +334,7 @@ class Draft:
 
     def _change(self, resolved: Resolved) -> None:
         name = cast(StreamName, resolved.name)
-        before = msgspec.json.decode(self._lines[_key(name)], type=Entry)
+        before = msgspec.json.decode(self._lines[_key(name)], type=CatalogueEntry)
         after = msgspec.structs.replace(
             before,
             spec=cast(StreamSpec, resolved.spec),
@@ -351,7 +351,7 @@ class Draft:
 
     def _drop(self, resolved: Resolved) -> None:
         name = cast(StreamName, resolved.name)
-        entry = msgspec.json.decode(self._lines[_key(name)], type=Entry)
+        entry = msgspec.json.decode(self._lines[_key(name)], type=CatalogueEntry)
         self._strike(_key(name))
         topic = entry.topic or self._address.topic(name)
         self.changed.pop(topic, None)
@@ -396,7 +396,7 @@ class Draft:
         """This is to be done, by this process or by whoever comes next."""
         self._write(f"unsettled/{topic}", duty)
 
-    def settle(self, topic: str, *, spend: bool) -> None:
+    def discharge(self, topic: str, *, spend: bool) -> None:
         """It is done; `spend` says that the name must not be used again."""
         for key in (f"unsettled/{topic}", f"dropped/{topic}"):
             if key in self._lines:

@@ -1,8 +1,8 @@
-"""Reading streams from Kafka: what is there, batches of events, and waiting for more.
+"""Reading streams from Kafka: offsets, batches of events, and waiting for more.
 
-Offsets have gaps: the marks of commits take offsets too, and so does what was undone. A range
-therefore ends where Kafka says that it ends, or where an event past it begins, and never at the
-last offset seen.
+Offsets have gaps: commit markers take offsets too, and so do aborted events. A range therefore
+ends where Kafka says that it ends, or where an event beyond it begins, and never at the last
+offset seen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
@@ -33,7 +33,7 @@ TAILS_MAX = 10_000
 READ_POLL_S = 0.2
 DRAIN_S = 0.02
 QUIET_S = 1.0
-"""After so long without a message it is asked whether the stream is still there."""
+"""After this long without a message, check whether the stream still exists."""
 _READING = {
     "fetch.wait.max.ms": 5,
     "fetch.message.max.bytes": 4 << 20,
@@ -45,8 +45,8 @@ _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 _WAITING = {"fetch.wait.max.ms": 500, "queued.min.messages": 1, "fetch.message.max.bytes": 1}
 
 
-class Reader:
-    """Reads committed events. For any thread."""
+class KafkaReader:
+    """Reads committed events. Thread-safe."""
 
     def __init__(
         self, cluster: Cluster, limits: Limits, check_there: Callable[[KafkaStream], None]
@@ -56,9 +56,9 @@ class Reader:
         self._limits = limits
         self._waiting: dict[object, Consumer] = {}
         self._tails: dict[tuple[int, int], tuple[int, int]] = {}
-        """Of partitions, where the last event ended that was read, and up to where there is none.
+        """For partitions, the end of the last event read, and up to where no event follows it.
 
-        The marks of commits lie there, and what was undone.
+        That range contains commit markers and aborted events.
         """
         self._lock = threading.Lock()
         self._closed = False
@@ -121,7 +121,7 @@ class Reader:
                 del self._tails[next(iter(self._tails))]
 
     def _past_tail(self, stream: KafkaStream, partition: int, offset: int) -> int:
-        """The offset, or one after it, before which there is no event at or past it."""
+        """The offset, or a later one if there are no events in between."""
         start, end = self._tails.get((stream.id, partition), (0, 0))
         return end if start <= offset <= end else offset
 
@@ -152,12 +152,12 @@ class Reader:
                 quiet_until = time.monotonic() + QUIET_S
             else:
                 if not is_over and time.monotonic() > quiet_until:
-                    self._check_there(stream)  # librdkafka says nothing of a topic that was removed
+                    self._check_there(stream)  # librdkafka does not report that a topic was removed
                     quiet_until = time.monotonic() + QUIET_S
                 if not is_over and time.monotonic() > deadline:
                     raise LogUnreachableError(
-                        f"stream {stream.name}, partition {partition}: no broker gave events up "
-                        f"to offset {end} in time"
+                        f"stream {stream.name}, partition {partition}: no broker delivered the "
+                        f"events up to offset {end} in time"
                     )
             full = len(held) >= self._limits.batch_rows_max or size >= self._limits.batch_bytes_max
             if held and (full or is_over):
@@ -167,7 +167,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _reading(self, stream: KafkaStream, partition: int, start: int) -> Iterator[Consumer]:
-        """A consumer of its own: it reads sooner than one that was paused, or assigned anew."""
+        """A new consumer: it starts reading sooner than one that was paused or reassigned."""
         if self._closed:
             raise ClosedError("this log is closed")
         consumer = self._cluster.consumer(**_READING)
@@ -179,28 +179,31 @@ class Reader:
 
     # Waiting
 
-    def wait(self, stream: KafkaStream, positions: Mapping[int, int], timeout_s: float) -> bool:
-        """Wait for an event at or past one of the positions."""
+    def wait(
+        self, places: Sequence[tuple[KafkaStream, Mapping[int, int]]], timeout_s: float
+    ) -> bool:
+        """Wait for an event at or after one of the places."""
         deadline = time.monotonic() + timeout_s
         wanted = {
-            partition: self._past_tail(stream, partition, offset)
-            for partition, offset in positions.items()
+            (stream.topic, partition): self._past_tail(stream, partition, offset)
+            for stream, offsets in places
+            for partition, offset in offsets.items()
             if partition < stream.partitions
         }
         if timeout_s <= 0 or not wanted:
             time.sleep(max(0.0, timeout_s))
-            return self._has_more(stream, wanted, deadline)
-        # Whoever waits in vain waits again for the same: their consumer stays as it is.
-        name = (stream.id, tuple(sorted(wanted.items())))
+            return self._has_more(wanted, deadline)
+        # A caller whose wait times out usually waits for the same again: keep its consumer.
+        name = tuple(sorted(wanted.items()))
         with self._lock:
             if self._closed:
                 raise ClosedError("this log is closed")
             consumer = self._waiting.pop(name, None)
         if consumer is None:
-            if self._has_more(stream, wanted, deadline):
+            if self._has_more(wanted, deadline):
                 return True
             consumer = self._cluster.consumer(**_WAITING)
-            consumer.assign([TopicPartition(stream.topic, *place) for place in wanted.items()])
+            consumer.assign([TopicPartition(*at, offset) for at, offset in wanted.items()])
         in_vain = False
         try:
             in_vain = not self._heard(consumer, deadline)
@@ -209,19 +212,18 @@ class Reader:
                 surplus = [consumer]
                 if in_vain and not self._closed and name not in self._waiting:
                     self._waiting[name] = consumer
-                    # Positions move on: the one kept longest is hardly waited for again.
+                    # Positions advance: the one kept longest is hardly waited for again.
                     oldest = next(iter(self._waiting)) if len(self._waiting) > WAITING_MAX else None
                     surplus = [] if oldest is None else [self._waiting.pop(oldest)]
             for one in surplus:
                 one.close()
         return not in_vain
 
-    def _has_more(self, stream: KafkaStream, wanted: Mapping[int, int], deadline: float) -> bool:
-        """Whether there is something behind one of these offsets; if nobody answers, no."""
-        places = [(stream.topic, partition) for partition in wanted]
+    def _has_more(self, wanted: Mapping[tuple[str, int], int], deadline: float) -> bool:
+        """Whether there is something at or after one of these offsets; if nobody answers, no."""
         with contextlib.suppress(LogUnreachableError), self._cluster.within(deadline):
-            ends = self._cluster.ends(places, committed=True)
-            return any(ends[stream.topic, p] > offset for p, offset in wanted.items())
+            ends = self._cluster.ends(list(wanted), committed=True)
+            return any(ends[at] > offset for at, offset in wanted.items())
         return False
 
     def _heard(self, consumer: Consumer, deadline: float) -> bool:
@@ -232,7 +234,7 @@ class Reader:
             if message is not None and error is None:
                 return True
             if error is not None and error.code() in _GONE:
-                return True  # whoever reads will hear what is wrong
+                return True  # the reader will get the error
             if left <= 0:
                 return False
         return False
@@ -254,7 +256,7 @@ def _available(consumer: Consumer, count: int, wait_s: float | None) -> list[Mes
 
 
 def is_end(cluster: Cluster, stream: KafkaStream, message: Message, end: int | None) -> bool:
-    """Whether a message that is no event says that `end` was reached; raises what is wrong."""
+    """Whether a message that is not an event says that `end` was reached; raises other errors."""
     error, partition = cast(KafkaError, message.error()), int(message.partition() or 0)
     if error.code() == KafkaError._PARTITION_EOF:
         return end is not None and offset_of(message) >= end
@@ -262,13 +264,13 @@ def is_end(cluster: Cluster, stream: KafkaStream, message: Message, end: int | N
         place = (stream.topic, partition)
         raise gone(stream, partition, offset_of(message), cluster.firsts([place])[place])
     if error.code() in REFUSED:
-        raise cluster.translated(error, f"reading stream {stream.name}")
-    return False  # librdkafka tries again by itself
+        raise cluster.translate(error, f"reading stream {stream.name}")
+    return False  # librdkafka retries by itself
 
 
 def gone(stream: KafkaStream, partition: int, offset: int, first: int) -> OffsetGoneError:
     return OffsetGoneError(
-        f"stream {stream.name}, partition {partition}: offset {offset} is gone; retention has "
-        f"removed everything before {first}: start there, or keep events longer",
+        f"stream {stream.name}, partition {partition}: offset {offset} no longer exists; retention "
+        f"has removed everything before {first}: start there, or keep events longer",
         first,
     )

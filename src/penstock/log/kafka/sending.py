@@ -1,4 +1,4 @@
-"""Events into a transaction: encoded, sent by partition, and their offsets found out."""
+"""Sending events in a transaction: encoding, sending by partition, and finding their offsets."""
 
 from __future__ import annotations
 
@@ -13,51 +13,50 @@ from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, KafkaError, TopicPartition
 
 from penstock.errors import LogError
 from penstock.log.api import Limits, Placement
+from penstock.log.engine.ids import ranges_of
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.messages import Encoded, encode, offset_of
 from penstock.log.kafka.objects import KafkaStream
 from penstock.log.kafka.session import NotCommittedError, Session
-from penstock.log.partitioning import chunks, split_part, widen
-from penstock.log.sqlite.ids import ranges_of
+from penstock.log.writing.partitioning import cut, widen
 from penstock.records.event import ids_of
 
 FOLLOWED_ROWS_MAX = 1000
-"""Of so many events of one partition each offset is reported; of more, only some."""
+"""Up to this many events of one partition, every offset is reported; beyond, only some."""
 
 
-class Chunk(msgspec.Struct, frozen=True):
-    """Events of one partition; encoded ahead of time, or not yet."""
+class KafkaChunk(msgspec.Struct, frozen=True):
+    """Events of one partition, which may be encoded already."""
 
     partition: int
     batch: pa.RecordBatch
     encoded: Encoded | None = None
 
 
-class Prepared(msgspec.Struct, frozen=True):
+class KafkaPrepared(msgspec.Struct, frozen=True):
     """Events of one stream, split by partition, in the order in which they are sent."""
 
     stream: KafkaStream
-    chunks: Sequence[Chunk]
+    chunks: Sequence[KafkaChunk]
     dropped: tuple[int, ...] = ()
 
 
 def prepare(
     stream: KafkaStream, batches: Sequence[pa.RecordBatch], limits: Limits, *, ahead: bool = False
-) -> Prepared:
-    """Split by partition; `ahead` encodes at once, otherwise each chunk when it is sent."""
-    made = []
-    for batch in batches:
-        for partition, part in split_part(stream, batch):
-            for piece in chunks(part, limits):
-                encoded = encode(stream, piece) if ahead else None
-                made.append(Chunk(partition, piece, encoded))
-    return Prepared(stream, made)
+) -> KafkaPrepared:
+    """Split by partition; with `ahead` all chunks are encoded now, otherwise when sent."""
+    made = [
+        KafkaChunk(partition, chunk, encode(stream, chunk) if ahead else None)
+        for batch in batches
+        for partition, chunk in cut(stream, batch, limits)
+    ]
+    return KafkaPrepared(stream, made)
 
 
-class Sent:
-    """What was sent of one stream, and where it went."""
+class KafkaSending:
+    """What was sent to one stream, and where it was stored."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: KafkaPrepared) -> None:
         self.stream = prepared.stream
         self._prepared = prepared
         self._topic = prepared.stream.topic
@@ -76,7 +75,7 @@ class Sent:
         step = 1 if encoded.rows <= FOLLOWED_ROWS_MAX else FOLLOWED_ROWS_MAX
         messages = zip(encoded.keys, encoded.values, encoded.headers(), strict=True)
         last = encoded.rows - 1
-        # The first of each stretch is followed, and the very last.
+        # The first event of each stretch is tracked, and the very last one.
         for row in range(0, last, step):
             stretch = itertools.islice(messages, min(step, last - row))
             session.send_all(self._topic, partition, stretch, self._teller(row, reported))
@@ -95,9 +94,9 @@ class Sent:
         return tell
 
     def placement(self, cluster: Cluster) -> Placement:
-        """Where the events are; to be asked when all have arrived, or have not."""
+        """Where the events are; to be called when all have arrived or failed."""
         if self._error is not None:
-            raise NotCommittedError from cluster.undone(self._error, "writing")
+            raise NotCommittedError from cluster.translate_abort(self._error, "writing")
         ranges: list[tuple[int, int, int]] = []
         for chunk, reported in zip(self._prepared.chunks, self._reported, strict=True):
             for first, last in self._stretches(cluster, chunk, reported):
@@ -106,23 +105,25 @@ class Sent:
         return Placement(str(stream.name), stream.partitions, tuple(ranges), self._prepared.dropped)
 
     def _stretches(
-        self, cluster: Cluster, chunk: Chunk, reported: dict[int, int]
+        self, cluster: Cluster, chunk: KafkaChunk, reported: dict[int, int]
     ) -> list[tuple[int, int]]:
-        """The first and last offsets of events that lie side by side."""
+        """The first and last offsets of adjacent events."""
         rows = chunk.batch.num_rows
         known = sorted(reported.items())
         if not known or known[0][0] != 0 or known[-1][0] != rows - 1:
-            raise LogError(f"Kafka did not report where the events of {self._topic} are")
+            raise LogError(f"Kafka did not report the offsets of events sent to {self._topic}")
         first, last = known[0][1], known[-1][1]
         if last - first == rows - 1:
             return [(first, last)]
         if len(known) == rows:
             return ranges_of(offset for _, offset in known)
-        # Others wrote to the partition at the same time: look where ours are.
-        return ranges_of(self._found(cluster, chunk, first, last))
+        # Others wrote to the partition at the same time: find out where ours are.
+        return ranges_of(self._find_offsets(cluster, chunk, first, last))
 
-    def _found(self, cluster: Cluster, chunk: Chunk, first: int, last: int) -> list[int]:
-        """The offsets of our events in a stretch that others wrote into too."""
+    def _find_offsets(
+        self, cluster: Cluster, chunk: KafkaChunk, first: int, last: int
+    ) -> list[int]:
+        """The offsets of our events in a stretch that others wrote to as well."""
         ours = set(ids_of(chunk.batch).to_pylist())
         consumer = cluster.consumer(**{"isolation.level": "read_uncommitted"})
         consumer.assign([TopicPartition(self._topic, chunk.partition, first)])
@@ -138,5 +139,5 @@ class Sent:
         finally:
             consumer.close()
         if len(offsets) != len(ours):
-            raise LogError(f"the events written to {self._topic} were not found again")
+            raise LogError(f"the events written to {self._topic} could not be found there")
         return offsets

@@ -1,9 +1,9 @@
-"""Transactions of Kafka: who may write under a name, and what became of what was written.
+"""Kafka transactions: who may write under a name, and the outcome of what was written.
 
-A session is an open transactional producer. Opening one makes Kafka finish or undo whatever its
-predecessor left, and refuse everything that predecessor still sends. So after an error that
-leaves the outcome open, a session is thrown away and another one opened before anything else:
-a commit or abort that is still on its way can then never hit a later transaction.
+A session is an open transactional producer. Opening one makes Kafka finish or abort whatever its
+predecessor left, and refuse everything that the predecessor still sends. So after an error that
+leaves the outcome open, a session is discarded and another one opened before anything else: a
+commit or abort that is still in flight can then never affect a later transaction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from penstock.errors import LogError, LogUnreachableError
 from penstock.log.kafka.client import FENCED, MOMENTARY, RETRY_PAUSE_S, Cluster, code_of
-from penstock.log.kafka.ledger import Line, ProducerState
+from penstock.log.kafka.ledger import LedgerLine, ProducerState
 from penstock.log.kafka.messages import Headers
 
 T = TypeVar("T")
@@ -34,51 +34,57 @@ PARTITION_TRIES_MAX = 100
 _openings = itertools.count(1)
 
 
-class NotCommittedError(Exception):
-    """The transaction did not happen, for sure; the cause says why."""
+class TransactionFailedError(Exception):
+    """A Kafka transaction failed; subclasses say what is known about its outcome."""
 
 
-class TakenError(Exception):
+class NotCommittedError(TransactionFailedError):
+    """The transaction certainly did not happen; the cause says why."""
+
+
+class TakenError(TransactionFailedError):
     """Another process has opened a session of this name; nothing of this one was committed."""
 
 
-class UnknownError(Exception):
+class UnknownError(TransactionFailedError):
     """The transaction may have happened; only a new session of the name can tell."""
 
 
 class Session:
-    """One transactional producer. For one thread at a time."""
+    """One transactional producer. Used by one thread at a time."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
         self.lock = threading.Lock()
         self.users = 0
-        """How many threads have it, or wait for it."""
+        """How many threads use it, or wait for it."""
         self.state = ProducerState()
-        """As of the opening, and of what was committed since: nobody else can have changed it."""
+        """As read on opening, with what was committed since: nobody else can have changed it."""
         self.opening = 0
-        """Which opening it is, of all in this process."""
+        """The number of this opening among all in this process."""
         self.opened_with: dict[str, int] = {}
-        """Sessions that write for this one's producer, and which opening of theirs was its."""
+        """Sessions that write for this one's producer, with the number of their opening."""
         self._cluster = cluster
         self._producer: Producer | None = None
 
     def open(self) -> None:
-        """Fence and resolve whoever had the name before."""
+        """Fence the previous session of this name, and settle its transaction."""
         deadline = time.monotonic() + self._cluster.timeout_s
         timeout_ms = self._cluster.options.transaction_timeout_ms
-        producer = self._cluster.producer(**{
-            "transactional.id": self._cluster.address.own(f"penstock.{self.name}"),
-            "transaction.timeout.ms": timeout_ms,
-            "message.timeout.ms": timeout_ms,
-            "message.max.bytes": MESSAGE_BYTES_MAX,
-            "queue.buffering.max.kbytes": QUEUE_KIB,
-            "queue.buffering.max.messages": QUEUE_MESSAGES,
-            "linger.ms": 1,
-            "compression.type": "lz4",
-        })  # fmt: skip
-        # Without this, the first wait would be for a timer of librdkafka.
-        self._cluster.asked("opening a producer", lambda left: producer.list_topics(timeout=left))
+        producer = self._cluster.producer(
+            **{
+                "transactional.id": self._cluster.address.own(f"penstock.{self.name}"),
+                "transaction.timeout.ms": timeout_ms,
+                "message.timeout.ms": timeout_ms,
+                "message.max.bytes": MESSAGE_BYTES_MAX,
+                "queue.buffering.max.kbytes": QUEUE_KIB,
+                "queue.buffering.max.messages": QUEUE_MESSAGES,
+                "linger.ms": 1,
+                "compression.type": "lz4",
+            }
+        )
+        # Otherwise the first request would wait for a timer of librdkafka.
+        self._cluster.ask("opening a producer", lambda left: producer.list_topics(timeout=left))
         while True:
             try:
                 producer.init_transactions(max(0.1, deadline - time.monotonic()))
@@ -86,8 +92,8 @@ class Session:
             except KafkaException as error:
                 again = error.args[0].retriable() or code_of(error) in MOMENTARY
                 if not again or time.monotonic() > deadline:
-                    raise self._cluster.undone(
-                        error, f"opening the producer {self.name}"
+                    raise self._cluster.translate_abort(
+                        error, f"opening producer {self.name}"
                     ) from error
         self._producer = producer
         self.opening = next(_openings)
@@ -99,20 +105,20 @@ class Session:
     def close(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            # What is still queued must not be sent. The rest is done when nobody refers to it:
-            # its own `close` fails where the producer was fenced.
+            # Queued messages must not be sent. The rest happens when nobody refers to it any more:
+            # its own `close` fails if the producer was fenced.
             producer.purge()
 
     # Inside a transaction
 
     def send(self, topic: str, partition: int, key: bytes | None, value: bytes | None) -> None:
-        """Hand a message without headers over."""
+        """Send a message without headers."""
         self._send(topic, partition, key, value, [], None)
 
     def send_all(
         self, topic: str, partition: int, messages: Iterable[Message], told: Told | None = None
     ) -> None:
-        """Hand messages over in order; `told` is called with what becomes of the first."""
+        """Send messages in order; `told` is called with the outcome of the first."""
         produce = self._open_producer().produce
         for key, value, headers in messages:
             try:
@@ -122,10 +128,15 @@ class Session:
             told = None
 
     def _send(
-        self, topic: str, partition: int, key: bytes | None, value: bytes | None, headers: Headers,
+        self,
+        topic: str,
+        partition: int,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers,
         told: Told | None,
-    ) -> None:  # fmt: skip
-        """Hand one over; waits where too many are on their way, or the stream has just grown."""
+    ) -> None:
+        """Send one message; wait if too many are in flight, or the stream has just grown."""
         producer = self._open_producer()
         tries = 0
         while True:
@@ -137,16 +148,16 @@ class Session:
             except KafkaException as error:
                 if code_of(error) not in MOMENTARY or tries >= PARTITION_TRIES_MAX:
                     raise
-                # The stream has grown since the producer looked.
+                # The stream has grown since the producer last looked.
                 tries += 1
                 producer.list_topics(topic, timeout=self._cluster.timeout_s)
                 time.sleep(RETRY_PAUSE_S)
 
     def flush(self, deadline: float, check: Callable[[], None]) -> None:
-        """Wait until everything handed over has arrived, and callbacks were called.
+        """Wait until all messages have arrived and their callbacks were called.
 
-        Where that takes long, `check` is called every now and then, which may raise why: of a
-        topic that was removed nothing is heard for long.
+        If that takes long, `check` is called from time to time, and may raise the reason:
+        librdkafka reports the removal of a topic only after a long time.
         """
         producer = self._open_producer()
         while left := producer.flush(max(0.1, min(CHECK_S, deadline - time.monotonic()))):
@@ -162,22 +173,22 @@ class Session:
             raise LogError(f"the session of {self.name} is closed")
         return self._producer
 
-    def save(self, topic: str, line: Line) -> None:
-        """Write one line of the ledger, as a transaction of its own."""
+    def save(self, topic: str, line: LedgerLine) -> None:
+        """Write one line of the ledger, in a separate transaction."""
         deadline = time.monotonic() + self._cluster.timeout_s
         try:
             self.transact(lambda: self.send(topic, line.partition, line.key, line.value), deadline)
         except NotCommittedError:
             raise
         except BaseException:
-            self.close()  # whoever opens it next finds out
+            self.close()  # opening it again settles the outcome
             raise
 
     def transact(self, fill: Callable[[], T], deadline: float) -> T:
-        """Do what `fill` sends as one transaction.
+        """Send what `fill` sends, in one transaction.
 
-        Raises `NotCommittedError`, `TakenError` or `UnknownError`; after the last two, and where
-        even the undoing failed, the session is closed.
+        Raises `NotCommittedError`, `TakenError` or `UnknownError`; after the last two, and if even
+        aborting failed, the session is closed.
         """
         producer = self._open_producer()
         try:
@@ -185,9 +196,9 @@ class Session:
             made = fill()
         except KafkaException as error:
             self._undo(producer, error)
-            raise NotCommittedError from self._cluster.undone(error, "writing")
+            raise NotCommittedError from self._cluster.translate_abort(error, "writing")
         except SystemError as error:
-            # How a fatal error comes out of librdkafka's binding when it meets a callback.
+            # How librdkafka's binding raises a fatal error that occurs in a callback.
             self.close()
             raise TakenError from error
         except BaseException:
@@ -208,14 +219,14 @@ class Session:
                 found = error.args[0]
                 if found.txn_requires_abort():
                     self._undo(producer, error)
-                    raise NotCommittedError from self._cluster.undone(error, "committing")
+                    raise NotCommittedError from self._cluster.translate_abort(error, "committing")
                 if not found.retriable() or time.monotonic() > deadline:
                     self.close()
-                    # Also if it was fenced: an earlier try of this very call may have arrived.
-                    raise UnknownError from self._cluster.translated(error, "committing")
+                    # Also if it was fenced: an earlier attempt of this very call may have arrived.
+                    raise UnknownError from self._cluster.translate(error, "committing")
 
     def _undo(self, producer: Producer, error: KafkaException) -> None:
-        """Undo the transaction; raises `TakenError` if the session is no longer ours."""
+        """Abort the transaction. Raises `TakenError` if the session is no longer ours."""
         if code_of(error) in FENCED or code_of(error) == KafkaError._FATAL:
             self.close()  # this producer can do nothing more, and has committed nothing
             raise TakenError from error
@@ -225,13 +236,13 @@ class Session:
         try:
             producer.abort_transaction(ABORT_S)
         except (KafkaException, SystemError):
-            self.close()  # whoever opens the name next undoes it
+            self.close()  # opening the name again aborts it
 
 
 class Sessions:
-    """The open sessions of a log, by name. For any thread.
+    """The open sessions of a log, by name. Thread-safe.
 
-    Of those that nobody uses, the ones used longest ago are closed where there are too many.
+    If there are too many, the least recently used of those not in use are closed.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -241,10 +252,10 @@ class Sessions:
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[Session]:
-        """The session of a name, for this thread alone; it may have to be opened."""
+        """The session of a name, for exclusive use by this thread; it may have to be opened."""
         with self._lock:
             session = self._known.pop(name, None) or Session(self._cluster, name)
-            self._known[name] = session  # the latest comes last
+            self._known[name] = session  # most recently used last
             session.users += 1
             idle = [other for other in self._known.values() if not other.users]
             too_many = max(0, len(self._known) - self._cluster.options.sessions_max)

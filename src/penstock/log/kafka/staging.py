@@ -1,7 +1,7 @@
-"""Staged events: in a topic of their own until a commit names them.
+"""Staged events: in a separate topic until a commit names them.
 
-Blobs of Arrow, as the embedded log stores them; each says for which commit it is. Whoever
-commits reads them and writes the events. Nothing but Kafka has to be shared between machines.
+They are Arrow blobs, as in the embedded log; each says which commit it is for. The process that
+commits reads them and writes the events. Machines need to share nothing but Kafka.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OFFSET_BITS = 48
 
 
 class Tag(msgspec.Struct, frozen=True):
-    """For which commit a blob was staged, and as part of which stream."""
+    """The commit that a blob was staged for, and its stream."""
 
     producer: str
     epoch: int
@@ -38,8 +38,8 @@ class Tag(msgspec.Struct, frozen=True):
     stream: int
 
 
-class Place(NamedTuple):
-    """Where a blob is."""
+class StagedPlace(NamedTuple):
+    """Where a blob is stored."""
 
     partition: int
     offset: int
@@ -48,12 +48,12 @@ class Place(NamedTuple):
         return (self.partition << _OFFSET_BITS) | self.offset
 
     @staticmethod
-    def of(number: int) -> Place:
-        return Place(number >> _OFFSET_BITS, number & ((1 << _OFFSET_BITS) - 1))
+    def of(number: int) -> StagedPlace:
+        return StagedPlace(number >> _OFFSET_BITS, number & ((1 << _OFFSET_BITS) - 1))
 
 
 class Staging:
-    """Writes and reads staged blobs. For any thread."""
+    """Writes and reads staged blobs. Thread-safe."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.topic = cluster.address.own(TOPIC)
@@ -61,52 +61,56 @@ class Staging:
         self._producer: Producer | None = None
         self._lock = threading.Lock()
 
-    def _opened(self) -> Producer:
+    def _open_producer(self) -> Producer:
         with self._lock:
             if self._producer is None:
-                self._producer = self._cluster.producer(**{
-                    "enable.idempotence": True,
-                    "message.max.bytes": MESSAGE_BYTES_MAX,
-                    "queue.buffering.max.kbytes": QUEUE_KIB,
-                    "linger.ms": 1,
-                    "message.timeout.ms": self._cluster.options.broker_timeout_ms,
-                })  # fmt: skip
+                self._producer = self._cluster.producer(
+                    **{
+                        "enable.idempotence": True,
+                        "message.max.bytes": MESSAGE_BYTES_MAX,
+                        "queue.buffering.max.kbytes": QUEUE_KIB,
+                        "linger.ms": 1,
+                        "message.timeout.ms": self._cluster.options.broker_timeout_ms,
+                    }
+                )
             return self._producer
 
     def write(
         self, tag: Tag, stream: str, batches: Sequence[pa.RecordBatch], compression: Compression
     ) -> Piece:
         """Store blobs; they are durable when this returns."""
-        producer = self._opened()
+        producer = self._open_producer()
         partition = zlib.crc32(tag.producer.encode()) % PARTITIONS
-        places: dict[int, Place] = {}
+        places: dict[int, StagedPlace] = {}
         errors: list[KafkaError] = []
         key = msgspec.json.encode(tag)
         for number, batch in enumerate(batches):
 
-            def told(error: KafkaError | None, message: Message, number: int = number) -> None:
+            def note_place(
+                error: KafkaError | None, message: Message, number: int = number
+            ) -> None:
                 if error is None:
-                    places[number] = Place(partition, offset_of(message))
+                    places[number] = StagedPlace(partition, offset_of(message))
                 else:
                     errors.append(error)
 
             blob = encode_blob(batch, compression)
             while True:
                 try:
-                    producer.produce(self.topic, blob, key, partition, on_delivery=told)
+                    producer.produce(self.topic, blob, key, partition, on_delivery=note_place)
                     break
                 except BufferError:
                     producer.poll(0.05)
                 except KafkaException as error:
                     self._discard(producer)
-                    raise self._cluster.undone(error, "staging events") from error
+                    raise self._cluster.translate_abort(error, "staging events") from error
         failpoint("stage.blobs")
         deadline = time.monotonic() + self._cluster.timeout_s
         while len(places) + len(errors) < len(batches) and time.monotonic() < deadline:
             producer.poll(0.05)
         if errors:
             self._discard(producer)
-            raise self._cluster.undone(errors[0], "staging events")
+            raise self._cluster.translate_abort(errors[0], "staging events")
         if len(places) < len(batches):
             raise LogUnreachableError("staged events did not reach Kafka in time")
         rows = sum(batch.num_rows for batch in batches)
@@ -114,18 +118,20 @@ class Staging:
         return Piece(stream, numbers, rows)
 
     def _discard(self, producer: Producer) -> None:
-        """After some errors a producer can do nothing any more: the next one is a new one."""
+        """Discard the producer, which is unusable after some errors; the next call makes one."""
         with self._lock:
             if self._producer is producer:
                 self._producer = None
 
     def read(self, tags: Mapping[int, Tag]) -> dict[int, pa.RecordBatch]:
-        """The batches of these numbers. Raises `PieceError` if one is not there as its tag says."""
+        """The batches of these numbers. Raises `PieceError` if one does not exist with its tag."""
         found: dict[int, pa.RecordBatch] = {}
-        for partition in {Place.of(number).partition for number in tags}:
-            offsets = [Place.of(n).offset for n in tags if Place.of(n).partition == partition]
+        for partition in {StagedPlace.of(number).partition for number in tags}:
+            offsets = [
+                StagedPlace.of(n).offset for n in tags if StagedPlace.of(n).partition == partition
+            ]
             for message in self.messages(partition, min(offsets), max(offsets) + 1):
-                number, key = Place(partition, offset_of(message)).number(), message.key()
+                number, key = StagedPlace(partition, offset_of(message)).number(), message.key()
                 value = message.value()
                 if number not in tags or key is None or not isinstance(value, bytes):
                     continue
@@ -133,21 +139,24 @@ class Staging:
                     found[number] = decode_blob(value)
         if len(found) < len(tags):
             raise PieceError(
-                "a staged piece is not there for this commit: it was staged for another one, or is "
-                "older than staged_retention_ms; stage it again"
+                "a staged piece does not exist for this commit: it was staged for another commit, "
+                "or is older than staged_retention_ms; stage it again"
             )
         return found
 
     def messages(self, partition: int, start: int, end: int) -> Iterator[Message]:
-        """What is staged in a partition from `start` to before `end`; not what is gone."""
+        """The messages still staged in a partition from `start` to before `end`."""
         first = self._cluster.firsts([(self.topic, partition)])[self.topic, partition]
         start = max(start, first)
         if start >= end:
             return
-        consumer = self._cluster.consumer(**{
-            "fetch.wait.max.ms": 5, "isolation.level": "read_uncommitted",
-            "fetch.message.max.bytes": 8 << 20,
-        })  # fmt: skip
+        consumer = self._cluster.consumer(
+            **{
+                "fetch.wait.max.ms": 5,
+                "isolation.level": "read_uncommitted",
+                "fetch.message.max.bytes": 8 << 20,
+            }
+        )
         deadline = time.monotonic() + self._cluster.timeout_s
         try:
             consumer.assign([TopicPartition(self.topic, partition, start)])
@@ -162,7 +171,7 @@ class Staging:
                 if error is not None:
                     if error.retriable():
                         continue
-                    raise self._cluster.translated(error, "reading staged events")
+                    raise self._cluster.translate(error, "reading staged events")
                 if offset_of(message) < end:
                     yield message
                 deadline = time.monotonic() + self._cluster.timeout_s

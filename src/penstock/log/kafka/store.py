@@ -1,13 +1,12 @@
-"""What is derived from streams, in a local SQLite file: entries of tables, ids of streams.
+"""Data derived from streams, in a local SQLite file: entries of tables, ids of streams.
 
-Up to where a partition was read is saved in the transaction that saves what was read, so the
-file is right as of that offset whoever dies, and after loss of power: SQLite syncs its log before
-it writes pages, so that at most the last transactions are lost, and these are read again. It may be
-thrown away at any time. All processes of a machine share one, and one of them may find that it has
-to begin anew: whoever reads looks up to where it was read in the same transaction.
+How far a partition was read is saved in the same transaction as what was read. So the file is
+correct as of that offset after any crash or power failure: SQLite syncs its log before it writes
+pages, so at most the last transactions are lost, and these are read again. The file can be deleted
+at any time. All processes of a machine share one, and any of them may have to start it over: so
+each reader checks in its own transaction how far the file was read.
 
-An entry that changes leaves its older version behind for a while, so that a pinned moment can be
-read.
+When an entry changes, its older version is kept for a while, so that a pinned moment can be read.
 """
 
 from __future__ import annotations
@@ -25,39 +24,37 @@ import msgspec
 import pyarrow as pa
 
 from penstock.errors import DamagedError, LogBusyError, LogError, OffsetGoneError
-from penstock.log.api import Entry
+from penstock.log.api import TableEntry
 from penstock.log.batch import Batch
-from penstock.log.collections import Action, Collection, Collections, replay
+from penstock.log.engine.ids import ID_SQL, take_new
 from penstock.log.kafka.objects import KafkaStream
-from penstock.log.sqlite.connection import sql as embedded_sql
-from penstock.log.sqlite.ids import take_new
-from penstock.log.statements import statements
-from penstock.log.table import packed, unpacker
+from penstock.log.reading.collections import Action, Collection, Collections, replay
+from penstock.log.reading.table import pack_entries, unpacker
 from penstock.records.event import DELETED, now_us
+from penstock.resources import statements
 
 BUSY_MS = 120_000
 KEPT_US = 3_700_000_000
-"""Older versions are kept for as long as an app's batch may hold a pin."""
+"""Older versions are kept as long as an app's batch may hold a pin."""
 STALE_US = 20 * 3600 * 1_000_000
-"""Compaction leaves deletions alone for a day; a file not used for so long may lack some."""
+"""Compaction keeps deletions for a day; a file not used for that long may have missed some."""
 SEEN_EVERY_US = 3600 * 1_000_000
-"""So often it is noted that a partition was read to its end, though there was nothing new."""
+"""How often to note that a partition was read to its end, if there was nothing new."""
 MOMENT_TRIES_MAX = 100
 FILE_FORMAT = 2
-"""Another file for what is stored in another way, or with other promises."""
+"""Part of the file's name; changed when the format or its guarantees change."""
 UNUSED_US = 30 * 24 * 3600 * 1_000_000
-"""Files of other logs that nobody touched for so long are removed."""
+"""Files of other logs that were not used for this long are removed."""
 Read = Callable[[KafkaStream, int, int, int], Iterator[Batch]]
 Row = tuple[Any, ...]
 
 
 def _sql(name: str) -> str:
-    own = statements(__package__, "store.sql")
-    return own.get(name) or embedded_sql(name)  # ids are kept as in the embedded log
+    return statements(__package__, "store.sql").get(name) or ID_SQL[name]
 
 
 class Store:
-    """The local file, one connection per thread. For any thread."""
+    """The local file, with one connection per thread. Thread-safe."""
 
     def __init__(self, path: Path | None, read: Read, vfs: str = "") -> None:
         self.path = path
@@ -71,10 +68,10 @@ class Store:
         found: apsw.Connection | None = getattr(self._local, "connection", None)
         if found is None:
             try:
-                found = self._opened()
+                found = self._open()
             except apsw.Error as error:
                 raise LogError(
-                    f"{self.path} cannot be used to keep tables in: {error}; choose another "
+                    f"{self.path} cannot be used to store tables: {error}; choose another "
                     "folder with the log option cache"
                 ) from error
             self._local.connection = found
@@ -82,14 +79,14 @@ class Store:
                 self._all.add(found)
         return found
 
-    def _opened(self) -> apsw.Connection:
+    def _open(self) -> apsw.Connection:
         if self.path is None:
             connection = apsw.Connection(":memory:")
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             connection = apsw.Connection(str(self.path), vfs=self._vfs or None)
         connection.set_busy_timeout(BUSY_MS)
-        connection.pragma("synchronous", "extra")  # the journal of these steps must not come back
+        connection.pragma("synchronous", "extra")  # the journal of these steps must not reappear
         connection.pragma("journal_mode", "wal")
         connection.execute(_sql("schema"))
         connection.pragma("synchronous", "normal")
@@ -108,20 +105,22 @@ class Store:
     ) -> Iterator[None]:
         """Let this thread read the file as of one moment, with everything before these offsets.
 
-        `asked_us` is when they were the ends of their partitions.
+        `asked_us` is when these offsets were the ends of their partitions.
         """
         connection = self._connection()
         for _ in range(MOMENT_TRIES_MAX):
             self.catch_up(stream, ends, asked_us)
             with self._transaction(connection, begin, "ROLLBACK"):
-                # Another process may have begun anew in between.
+                # Another process may have started over in between.
                 if all(self._next(connection, stream, p) >= end for p, end in ends.items()):
                     yield
                     return
-        raise LogBusyError(f"{self.path} is begun anew by other processes all the time: try again")
+        raise LogBusyError(
+            f"{self.path} is constantly being recreated by other processes: try again"
+        )
 
     def catch_up(self, stream: KafkaStream, ends: Mapping[int, int], asked_us: int) -> None:
-        """Take in what is in these partitions before these offsets."""
+        """Read these partitions up to these offsets."""
         connection = self._connection()
         for partition, end in ends.items():
             if self._is_stale(connection, stream, partition):
@@ -131,31 +130,39 @@ class Store:
             self._note_seen(connection, stream, partition, end, asked_us)
 
     def _is_stale(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> bool:
-        """Whether compaction may have removed deletions that were not seen here."""
+        """Whether compaction may have removed deletions that were not read here."""
         seen_us = self._seen_us(connection, stream, partition)
         return seen_us is not None and stream.spec.table and seen_us < now_us() - STALE_US
 
     def _begin_anew(self, connection: apsw.Connection, stream: KafkaStream, partition: int) -> None:
         with self._writing(connection):
-            if self._is_stale(connection, stream, partition):  # unless somebody else has by now
+            if self._is_stale(connection, stream, partition):  # unless another process did
                 for name in ("forget_partition", "forget_all_marks", "forget_place"):
                     self._run(connection, name, stream.id, partition)
 
     def _note_seen(
-        self, connection: apsw.Connection, stream: KafkaStream, partition: int, end: int,
+        self,
+        connection: apsw.Connection,
+        stream: KafkaStream,
+        partition: int,
+        end: int,
         asked_us: int,
-    ) -> None:  # fmt: skip
-        """All that there was when it was asked has been seen: then nothing is missing."""
+    ) -> None:
+        """Note that everything up to the end at `asked_us` was read: nothing is missing."""
         seen_us = self._seen_us(connection, stream, partition)
         if seen_us is not None and seen_us < asked_us - SEEN_EVERY_US:
             with self._writing(connection):
                 self._run(connection, "save_seen", asked_us, stream.id, partition, end)
 
     def _take_in(
-        self, connection: apsw.Connection, stream: KafkaStream, partition: int, end: int,
+        self,
+        connection: apsw.Connection,
+        stream: KafkaStream,
+        partition: int,
+        end: int,
         asked_us: int,
-    ) -> None:  # fmt: skip
-        """Batch by batch, so that nobody waits long; another process may do the same."""
+    ) -> None:
+        """Read batch by batch, so that nobody waits long; another process may do the same."""
         at = self._next(connection, stream, partition)
         while at < end:
             for batch in self._good(stream, partition, at, end):
@@ -172,7 +179,7 @@ class Store:
             at = self._next(connection, stream, partition)
 
     def _good(self, stream: KafkaStream, partition: int, start: int, end: int) -> Iterator[Batch]:
-        """What can be read: from where there is something, and for ids without what is damaged."""
+        """The readable batches, from the first that exists; for ids, skipping damaged ones."""
         while start < end:
             try:
                 for batch in self._read(stream, partition, start, end):
@@ -199,10 +206,10 @@ class Store:
     def _save(
         self, connection: apsw.Connection, stream: KafkaStream, partition: int, batch: Batch
     ) -> int:
-        """Take a batch in; returns before which offset versions were let go."""
+        """Save a batch; return the offset before which older versions were discarded."""
         if stream.spec.ids == "producer":
-            # No older than any of them: an id must not be forgotten before its event is.
-            rows = Rows(connection, batch.runs[-1].time_us)
+            # No older than any of the events: an id must not be forgotten before its event.
+            rows = IdWrite(connection, batch.runs[-1].time_us)
             take_new(rows, stream.id, batch.ids().to_pylist())
         if stream.spec.table:
             return self._save_entries(connection, stream, partition, batch)
@@ -223,13 +230,17 @@ class Store:
         ]
         connection.executemany(_sql("save_version"), saved)
         self._run(
-            connection, "save_mark", stream.id, partition, batch.runs[0].time_us,
+            connection,
+            "save_mark",
+            stream.id,
+            partition,
+            batch.runs[0].time_us,
             batch.first_offset,
-        )  # fmt: skip
+        )
         row = connection.execute(_sql("floor"), (stream.id, partition, before_us)).fetchone()
         floor = 0 if row is None or row[0] is None else int(row[0])
         if batch.runs[-1].time_us < before_us:
-            floor = batch.next_offset  # what lay between was not kept
+            floor = batch.next_offset  # versions in between were not kept
         if floor:
             connection.executemany(
                 _sql("forget_versions"), [(stream.id, one[1], partition, floor) for one in saved]
@@ -241,19 +252,19 @@ class Store:
     def _by_value(
         stream: KafkaStream, batch: Batch, before_us: int
     ) -> list[tuple[bytes, bytes | None, int]]:
-        """Every change counts, since a pin may lie between two; of old ones the last of a key."""
+        """Save every change, since a pin may lie between two; of old ones, only each key's last."""
         keys, offsets = batch.keys().to_pylist(), batch.offsets().to_pylist()
         rows = batch.to_arrow([*batch.data().schema.names, DELETED])
         if batch.runs[-1].time_us < before_us:
             last = dict(zip(keys, range(len(keys)), strict=True))
             rows = rows.take(pa.array(last.values(), pa.int64()))
             keys, offsets = list(last), [offsets[row] for row in last.values()]
-        return list(zip(keys, packed(stream, rows), offsets, strict=True))
+        return list(zip(keys, pack_entries(stream, rows), offsets, strict=True))
 
     def _by_action(
         self, connection: apsw.Connection, stream: KafkaStream, batch: Batch
     ) -> list[tuple[bytes, bytes | None, int]]:
-        """Sets and lists, by what was done to each."""
+        """Save sets and lists, by replaying the actions on each."""
         pack, unpack = Collections.of(stream).pack, unpacker(stream)
         keys = cast(list[bytes], batch.keys().to_pylist())
         before = self._latest(connection, stream.id, sorted(set(keys)))
@@ -263,9 +274,9 @@ class Store:
             keys, batch.values(), batch.offsets().to_pylist(), strict=True
         ):
             told = cast(Any, value)
-            action = Action("delete") if told is None else Action(
-                told.action, told.value, told.values
-            )  # fmt: skip
+            action = (
+                Action("delete") if told is None else Action(told.action, told.value, told.values)
+            )
             after = replay(stream.spec.entries, held.get(key), action)
             if after is None:
                 held.pop(key, None)
@@ -278,14 +289,17 @@ class Store:
 
     def get(
         self, stream: KafkaStream, keys: Sequence[bytes], at: Mapping[int, int] | None
-    ) -> list[Entry | None]:
+    ) -> list[TableEntry | None]:
         found = self._latest(self._connection(), stream.id, sorted(set(keys)), at)
         return [found.get(key) for key in keys]
 
     def _latest(
-        self, connection: apsw.Connection, stream_id: int, keys: Sequence[bytes],
+        self,
+        connection: apsw.Connection,
+        stream_id: int,
+        keys: Sequence[bytes],
         at: Mapping[int, int] | None = None,
-    ) -> dict[bytes, Entry]:  # fmt: skip
+    ) -> dict[bytes, TableEntry]:
         if not keys:
             return {}
         values: tuple[Any, ...] = (apsw.carray(tuple(keys)), stream_id)
@@ -293,40 +307,40 @@ class Store:
             values += (msgspec.json.encode(at).decode(),)
         name = "latest" if at is None else "latest_at"
         rows: list[Row] = connection.execute(_sql(name), values).fetchall()
-        return {row[0]: Entry(*row) for row in rows}
+        return {row[0]: TableEntry(*row) for row in rows}
 
     def page(
         self, stream: KafkaStream, after: bytes | None, limit: int, at: Mapping[int, int] | None
-    ) -> list[Entry]:
+    ) -> list[TableEntry]:
         values: tuple[Any, ...] = (stream.id, after or b"", limit)
         if at is not None:
             values += (msgspec.json.encode(at).decode(),)
         name = "page" if at is None else "page_at"
         rows: list[Row] = self._connection().execute(_sql(name), values).fetchall()
-        return [Entry(*row) for row in rows]
+        return [TableEntry(*row) for row in rows]
 
     def floor(self, stream: KafkaStream, partition: int) -> int:
-        """Before this offset, older versions may have been let go."""
+        """Before this offset, older versions may have been discarded."""
         row = self._connection().execute(_sql("place"), (stream.id, partition)).fetchone()
         return 0 if row is None else int(row[1])
 
     # Ids
 
-    def held(self, stream: KafkaStream, ids: Sequence[str], end: int) -> list[int]:
-        """The rows whose ids the stream holds before `end`, or that repeat one before them."""
+    def find_held(self, stream: KafkaStream, ids: Sequence[str], end: int) -> list[int]:
+        """The rows whose ids the stream holds before `end`, or that repeat an earlier row's id."""
         with self.moment(stream, {0: end}, now_us(), begin="BEGIN IMMEDIATE"):
-            return take_new(Rows(self._connection(), 0), stream.id, ids)
+            return take_new(IdWrite(self._connection(), 0), stream.id, ids)
 
     # Upkeep
 
     def forget_ids(self, stream: KafkaStream, before_us: int) -> None:
-        """Forget ids of events that are gone; integers stay, as ranges they take little."""
+        """Forget ids of removed events; integers stay, since as ranges they take little space."""
         connection = self._connection()
         with self._writing(connection):
             self._run(connection, "forget_ids", stream.id, before_us)
 
     def forget_others(self, streams: Sequence[KafkaStream]) -> None:
-        """Forget what belongs to streams that are no more."""
+        """Forget everything about streams that no longer exist."""
         kept = msgspec.json.encode([stream.id for stream in streams]).decode()
         connection = self._connection()
         with self._writing(connection):
@@ -337,7 +351,7 @@ class Store:
                 )
 
     def remove_unused(self) -> None:
-        """Remove the files of logs that nobody has used here for long."""
+        """Remove the files of logs that were not used here for a long time."""
         if self.path is None or not self.path.parent.exists():
             return
         for path in self.path.parent.glob("*.db"):
@@ -370,8 +384,8 @@ class Store:
         connection.execute(_sql(name), values)
 
 
-class Rows:
-    """A write transaction, as `take_new` wants it."""
+class IdWrite:
+    """A write transaction in the form that `take_new` requires."""
 
     def __init__(self, connection: apsw.Connection, time_us: int) -> None:
         self.time_us = time_us
@@ -389,7 +403,7 @@ class Rows:
 
 
 def _rank(stream: KafkaStream, key: bytes, partition: int) -> int:
-    """The latest growth of the stream after which the key lives in this partition."""
+    """The latest growth of the stream after which the key belongs to this partition."""
     if len(stream.grown) == 1:
         return 0
     crc = zlib.crc32(key)

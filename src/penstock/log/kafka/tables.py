@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import LimitError, PinExpiredError
-from penstock.log.api import Entry, Limits, Pin
+from penstock.log.api import Limits, Pin, TableEntry
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.objects import KafkaStream
-from penstock.log.kafka.reading import Reader
+from penstock.log.kafka.reading import KafkaReader
 from penstock.log.kafka.store import Store
-from penstock.log.table import check_table
+from penstock.log.reading.table import check_table
 from penstock.records.event import now_us
 
 SNAPSHOT_ROWS = 4096
@@ -25,17 +25,17 @@ Places = dict[int, int]
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """What a pin's token says: which it is, and where each table ended when it was made."""
+    """The contents of a pin's token: its id, and where each table ended when it was made."""
 
     name: str
     ends: dict[int, Places]
     made_us: int
 
 
-class Tables:
-    """Reads entries; the local file is brought up to date first. For any thread."""
+class KafkaTables:
+    """Reads entries, after bringing the local file up to date. Thread-safe."""
 
-    def __init__(self, cluster: Cluster, reader: Reader, limits: Limits, path: Path) -> None:
+    def __init__(self, cluster: Cluster, reader: KafkaReader, limits: Limits, path: Path) -> None:
         self._cluster = cluster
         self._reader = reader
         self._limits = limits
@@ -44,30 +44,31 @@ class Tables:
 
     def get(
         self, stream: KafkaStream, keys: Sequence[bytes], at: Pin | None, *, settled: bool = False
-    ) -> list[Entry | None]:
+    ) -> list[TableEntry | None]:
         check_table(stream)
         homes = sorted({home for key in keys for home in stream.homes(key)})
         if at is None and settled:
             asked_us = now_us()
-            ends = self._cluster.settled_ends([(stream.topic, home) for home in homes])
+            ends = self._cluster.wait_for_ends([(stream.topic, home) for home in homes])
             wanted = {home: ends[stream.topic, home] for home in homes}
             with self.store.moment(stream, wanted, asked_us):
                 return self.store.get(stream, keys, None)
-        with self._caught_up(stream, self._pinned(at), homes) as (store, places):
+        with self._caught_up(stream, self._unpack(at), homes) as (store, places):
             return store.get(stream, keys, places)
 
     def page(
         self, stream: KafkaStream, after: bytes | None, limit: int, at: Pin | None
-    ) -> list[Entry]:
+    ) -> list[TableEntry]:
         check_table(stream)
         if not 1 <= limit <= self._limits.page_rows_max:
             raise LimitError(
-                f"a page has 1 to {self._limits.page_rows_max} entries (page_rows_max), not {limit}"
+                f"a page can have 1 to {self._limits.page_rows_max} entries (page_rows_max), "
+                f"not {limit}"
             )
-        with self._caught_up(stream, self._pinned(at)) as (store, places):
+        with self._caught_up(stream, self._unpack(at)) as (store, places):
             return store.page(stream, after, limit, places)
 
-    def snapshot(self, stream: KafkaStream) -> Iterator[list[Entry]]:
+    def snapshot(self, stream: KafkaStream) -> Iterator[list[TableEntry]]:
         check_table(stream)
         moment = self._now([stream])
         after: bytes | None = None
@@ -80,7 +81,7 @@ class Tables:
             after = rows[-1].key
 
     def pin(self, streams: Sequence[KafkaStream], duration_s: float) -> Pin:
-        """Remember where each table ends now; Kafka keeps the rest."""
+        """Record where each table ends now; Kafka keeps the data."""
         moment = self._now([stream for stream in streams if stream.spec.table])
         expires = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=duration_s)
         return Pin(msgspec.json.encode(moment).decode(), expires)
@@ -90,12 +91,12 @@ class Tables:
             self._given_back.clear()
         self._given_back.add(pin.token)
 
-    def _pinned(self, pin: Pin | None) -> Pinned | None:
+    def _unpack(self, pin: Pin | None) -> Pinned | None:
         if pin is None:
             return None
         if pin.token in self._given_back or pin.expires <= dt.datetime.now(dt.UTC):
             raise PinExpiredError(
-                f"the pin expired at {pin.expires.isoformat()} or was given back: pin again"
+                f"the pin expired at {pin.expires.isoformat()} or was released: pin again"
             )
         return msgspec.json.decode(pin.token, type=Pinned)
 
@@ -113,7 +114,7 @@ class Tables:
     def _caught_up(
         self, stream: KafkaStream, at: Pinned | None, partitions: Sequence[int] | None = None
     ) -> Iterator[tuple[Store, Places | None]]:
-        """A store as of then, or of now; and the places of `at`, where it may have more."""
+        """A store as of `at`, or of now; and the places of `at`, if the store may have more."""
         chosen = range(stream.partitions) if partitions is None else partitions
         moment = self._now([stream]) if at is None else at
         ends = moment.ends.get(stream.id, {})
@@ -122,7 +123,7 @@ class Tables:
             if at is None or all(self.store.floor(stream, p) <= wanted[p] for p in chosen):
                 yield self.store, None if at is None else ends
                 return
-        # The file has let go of versions that old: what Kafka still has is put together again.
+        # The file no longer has versions that old: rebuild them from what Kafka still has.
         older = Store(None, self._reader.read)
         try:
             with older.moment(stream, wanted, moment.made_us):

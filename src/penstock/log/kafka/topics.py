@@ -1,4 +1,4 @@
-"""The topics of a log: what a stream's declaration means to Kafka, and bringing them to that."""
+"""The topics of a log: Kafka's settings for a stream's declaration, and applying them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from confluent_kafka.admin import (
 
 from penstock.errors import ObjectExistsError, UsageError
 from penstock.failpoints import failpoint
-from penstock.log.changes import Resolved
+from penstock.log.declaring.changes import Resolved
+from penstock.log.declaring.names import SYSTEM
+from penstock.log.declaring.objects import Change, GrowStream, Stream, StreamSpec
 from penstock.log.kafka import ledger, objects, staging
 from penstock.log.kafka.client import Cluster, KafkaOptions
 from penstock.log.kafka.objects import Configuration, Draft, Duty, KafkaStream, Removal
 from penstock.log.kafka.session import TakenError
-from penstock.log.names import SYSTEM
-from penstock.log.objects import Change, GrowStream, Stream, StreamSpec
 from penstock.records.event import now_us
 
 _THERE = (KafkaError.TOPIC_ALREADY_EXISTS,)
 _MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART,)
 MESSAGE_BYTES = 8 << 20
 PIN_MS_MAX = 24 * 3600 * 1000
-"""For so long compaction leaves a table's changes alone, so that a pinned moment can be read."""
+"""How long compaction spares a table's changes, so that a pinned moment can be read."""
 
 
 def topic_settings(spec: StreamSpec) -> dict[str, str]:
@@ -48,7 +48,7 @@ def topic_settings(spec: StreamSpec) -> dict[str, str]:
         found["min.compaction.lag.ms"] = str(PIN_MS_MAX)
         found["delete.retention.ms"] = str(PIN_MS_MAX)
     if spec.retention_bytes is not None:
-        # Whole segments are removed, so they must be small beside what is to be kept.
+        # Whole segments are removed, so they must be small compared with what is to be kept.
         found["segment.bytes"] = str(max(1 << 20, min(1 << 30, spec.retention_bytes // 4)))
     return found
 
@@ -58,8 +58,15 @@ def own_topics(options: KafkaOptions) -> dict[str, tuple[int, Mapping[str, str]]
     compacted = {
         "cleanup.policy": "compact",
         "max.message.bytes": str(MESSAGE_BYTES),
-        # A process that has not looked for so long must still see what was deleted.
+        # A process that has not read for that long must still see what was deleted.
         "delete.retention.ms": str(7 * 24 * 3600 * 1000),
+    }
+    # Written with every commit: obsolete lines must go soon, or reading it takes long.
+    busy = {
+        **compacted,
+        "segment.bytes": str(16 << 20),
+        "segment.ms": str(3600 * 1000),
+        "min.cleanable.dirty.ratio": "0.2",
     }
     staged = {
         "cleanup.policy": "delete",
@@ -69,34 +76,37 @@ def own_topics(options: KafkaOptions) -> dict[str, tuple[int, Mapping[str, str]]
     }
     return {
         objects.TOPIC: (1, compacted),
-        ledger.TOPIC: (ledger.PARTITIONS, compacted),
+        ledger.TOPIC: (ledger.PARTITIONS, busy),
+        ledger.GROUPS_TOPIC: (ledger.GROUPS_PARTITIONS, busy),
         staging.TOPIC: (staging.PARTITIONS, staged),
     }
 
 
 class Topics:
-    """Makes, changes and removes the topics of streams."""
+    """Creates, changes and removes the topics of streams."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def make_own(self, settings: Mapping[str, tuple[int, Mapping[str, str]]], copies: int) -> None:
-        """The log's own topics, where they are not there yet."""
+        """Create those of the log's own topics that do not exist yet."""
         new = [
             NewTopic(
-                self._cluster.address.own(name), partitions, copies,
+                self._cluster.address.own(name),
+                partitions,
+                copies,
                 config={"min.insync.replicas": str(copies // 2 + 1), **config},
             )
             for name, (partitions, config) in settings.items()
-        ]  # fmt: skip
-        self._cluster.done(
-            "making the log's own topics", self._cluster.admin.create_topics(new), _THERE
+        ]
+        self._cluster.collect(
+            "creating the log's own topics", self._cluster.admin.create_topics(new), _THERE
         )
 
     def check(self, draft: Draft) -> dict[str, Duty]:
-        """What is left to do to topics when a change is written; changes nothing itself.
+        """What remains to be done to topics once a change is written; changes nothing itself.
 
-        Raises what speaks against the change: Kafka's reasons too.
+        Raises if the change is not possible, also for Kafka's own reasons.
         """
         since_us = now_us()
         settings = {topic: _differing(resolved) for topic, resolved in draft.changed.items()}
@@ -115,7 +125,7 @@ class Topics:
         return {**duties, **{topic: Removal(id_, since_us) for topic, id_ in ids.items()}}
 
     def make(self, draft: Draft) -> None:
-        """Make topics of new streams, and let topics grow: before the catalogue says so."""
+        """Create topics of new streams, and add partitions, before the catalogue says so."""
         if new := _missing(draft):
             self._create(new, validate_only=False)
             failpoint("objects.changed")
@@ -123,29 +133,29 @@ class Topics:
             if resolved.partitions > draft.there.get(topic, 0):
                 asked = [NewPartitions(topic, resolved.partitions)]
                 made = self._cluster.admin.create_partitions(asked)
-                self._cluster.done(f"adding partitions to {topic}", made)
+                self._cluster.collect(f"adding partitions to {topic}", made)
                 failpoint("objects.changed")
 
     def _create(self, new: list[NewTopic], *, validate_only: bool) -> None:
         if not new:
             return
         asked = self._cluster.admin.create_topics(new, validate_only=validate_only)
-        made = self._cluster.done(f"making the topic {new[0].topic}", asked, _THERE)
+        made = self._cluster.collect(f"creating topic {new[0].topic}", asked, _THERE)
         if len(made) < len(new):
-            raise TakenError  # somebody else was faster: look again
+            raise TakenError  # another process was faster: look again
 
     def _check_unused(self, topic: str, partitions: int, resolved: Resolved) -> None:
-        """Whether a topic of this name is what a process left that died while it made one."""
+        """Raise unless an existing topic can only be the leftover of a process that died."""
         if partitions != resolved.partitions:
             raise ObjectExistsError(
-                f"the topic {topic} exists already, with {partitions} partitions instead of "
+                f"topic {topic} already exists, with {partitions} partitions instead of "
                 f"{resolved.partitions}: adopt it (`penstock stream adopt {resolved.name}`), or "
                 "choose another name"
             )
         places = [(topic, p) for p in range(partitions)]
         if any(self._cluster.ends(places, committed=False).values()):
             raise ObjectExistsError(
-                f"the topic {topic} exists already and holds messages: adopt it "
+                f"topic {topic} already exists and contains messages: adopt it "
                 f"(`penstock stream adopt {resolved.name}`), or choose another name"
             )
 
@@ -161,30 +171,32 @@ class Topics:
         ]
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
         asked = self._cluster.admin.incremental_alter_configs([resource], validate_only=check_only)
-        self._cluster.done(f"changing the topic {topic}", asked)
+        self._cluster.collect(f"changing topic {topic}", asked)
 
     def ids(self, topics: Sequence[str]) -> dict[str, str]:
-        """Kafka's own ids of topics: another one after a topic was removed and made again."""
+        """Kafka's own ids of topics; a topic that is removed and recreated has a new id."""
         if not topics:
             return {}
         asked = self._cluster.admin.describe_topics(TopicCollection(list(topics)))
-        found = self._cluster.done(f"looking at {topics[0]}", asked, _MISSING)
+        found = self._cluster.collect(f"looking at {topics[0]}", asked, _MISSING)
         return {topic: str(about.topic_id) for topic, about in found.items()}
 
     def carry_out(self, topic: str, duty: Duty, stream: KafkaStream | None) -> None:
-        """Do what is to be done to a topic, which holds the stream, or none any more."""
+        """Do what remains to be done to a topic; `stream` is the one it holds, if any."""
         if isinstance(duty, Configuration):
             if stream is not None:
                 self._configure(topic, stream.spec, duty.settings)
         elif stream is None and self.ids([topic]).get(topic) == duty.topic_id:
             asked = self._cluster.admin.delete_topics([topic])
-            self._cluster.done(f"removing the topic {topic}", asked, _MISSING)
+            self._cluster.collect(f"removing topic {topic}", asked, _MISSING)
         failpoint("objects.changed")
 
-    def overlooked(self, streams: Iterable[KafkaStream], there: Mapping[str, int]) -> list[Change]:
-        """Growths of topics that their streams do not know of, though they hold messages.
+    def find_overlooked(
+        self, streams: Iterable[KafkaStream], there: Mapping[str, int]
+    ) -> list[Change]:
+        """Partitions added to topics that their streams do not know, although they have messages.
 
-        A process died that let a topic grow, or somebody used Kafka's own tools; and others
+        A process died after adding partitions, or someone used Kafka's own tools; and others
         write there.
         """
         found: list[Change] = []
@@ -197,7 +209,7 @@ class Topics:
 
 
 def _missing(draft: Draft) -> list[NewTopic]:
-    """The topics that are to be made."""
+    """The topics to be created."""
     found = []
     for topic, resolved in draft.new.items():
         spec = cast(StreamSpec, resolved.spec)
@@ -210,7 +222,7 @@ def _missing(draft: Draft) -> list[NewTopic]:
 
 
 def _differing(resolved: Resolved) -> tuple[str, ...]:
-    """The settings of a topic that a change of its stream changes."""
+    """The topic settings that a change of its stream affects."""
     spec, before = cast(StreamSpec, resolved.spec), cast(Stream, resolved.before)
     if spec.replication != before.spec.replication:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Looking after a log on Kafka: retention to the minute, and sweeping what nobody committed.
+"""Upkeep of a log on Kafka: timely retention, and removing what was never committed.
 
-Kafka removes old events by itself, in whole segments and when it comes to it. A round of upkeep
-does it at once, and looks after what is Penstock's own.
+Kafka removes old events by itself, in whole segments and at its own pace. A round of upkeep
+removes them at once, and maintains Penstock's own data.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from confluent_kafka import TopicPartition
 
-from penstock.log.api import Upkeep
+from penstock.log.api import Holder, Upkeep
 from penstock.log.kafka.client import Cluster
 from penstock.log.kafka.ledger import Ledger, ProducerState
 from penstock.log.kafka.messages import offset_of
 from penstock.log.kafka.objects import KafkaStream
 from penstock.log.kafka.producers import Producers
-from penstock.log.kafka.staging import PARTITIONS, Place, Staging, Tag
+from penstock.log.kafka.staging import PARTITIONS, StagedPlace, Staging, Tag
 from penstock.log.kafka.store import Store
+from penstock.log.writing.fate import NewCommit, judge
 from penstock.records.event import now_us
 
 PRODUCER_KEPT_US = 7 * 24 * 3600 * 1_000_000
 
 
-class Housekeeper:
-    """Carries out rounds of upkeep; beside readers and writers, and beside others of its kind."""
+class KafkaHousekeeper:
+    """Carries out rounds of upkeep, alongside readers, writers and other housekeepers."""
 
     def __init__(
         self, cluster: Cluster, producers: Producers, ledger: Ledger, staging: Staging, store: Store
@@ -40,8 +41,8 @@ class Housekeeper:
         expired = sum(self._expire(stream) for stream in streams)
         self._store.forget_others(streams)
         self._store.remove_unused()
-        # What is staged after this belongs to holders that the ledger may not have yet.
-        ends = self._cluster.ends(self._staged(), committed=True)
+        # Pieces staged after this belong to holders that may not be in the ledger yet.
+        ends = self._cluster.ends(self._staging_partitions(), committed=True)
         producers = dict(self._ledger.producers())
         return Upkeep(
             batches_expired=expired,
@@ -52,7 +53,7 @@ class Housekeeper:
     # Retention
 
     def _expire(self, stream: KafkaStream) -> int:
-        """Remove events that are older than the stream keeps them; the number of partitions."""
+        """Remove events past the stream's retention; return the number of partitions affected."""
         if stream.spec.retention_ms is None or stream.spec.table:
             return 0
         places = [(stream.topic, partition) for partition in range(stream.partitions)]
@@ -73,19 +74,19 @@ class Housekeeper:
     def _remove(self, before: Sequence[TopicPartition]) -> int:
         if before:
             asked = self._cluster.admin.delete_records(list(before))
-            self._cluster.done("removing old events", asked)
+            self._cluster.collect("removing old events", asked)
         return len(before)
 
     # Staged events
 
-    def _staged(self) -> list[tuple[str, int]]:
+    def _staging_partitions(self) -> list[tuple[str, int]]:
         return [(self._staging.topic, partition) for partition in range(PARTITIONS)]
 
     def _sweep(
         self, producers: dict[str, ProducerState], ends: Mapping[tuple[str, int], int]
     ) -> int:
-        """Remove what is staged up to the first piece that may still be committed."""
-        places = self._staged()
+        """Remove staged pieces up to the first that may still be committed."""
+        places = self._staging_partitions()
         firsts = self._cluster.firsts(places)
         committed = {number for state in producers.values() for number in state.pieces}
         swept, due = 0, []
@@ -98,7 +99,7 @@ class Housekeeper:
                 tag = None if key is None else msgspec.json.decode(key, type=Tag)
                 if tag is not None and _is_live(tag, producers.get(tag.producer)):
                     break
-                swept += Place(place[1], offset).number() not in committed
+                swept += StagedPlace(place[1], offset).number() not in committed
                 until = offset + 1
             if until > firsts[place]:
                 due.append(TopicPartition(*place, until))
@@ -108,13 +109,16 @@ class Housekeeper:
     # Producers
 
     def _forget(self, producers: dict[str, ProducerState]) -> int:
-        """Strike ephemeral producers out that have not committed for long."""
+        """Forget ephemeral producers that have not committed for a long time."""
         before_us = now_us() - PRODUCER_KEPT_US
         old = [name for name, state in producers.items() if state.is_forgettable(before_us)]
         return sum(self._producers.forget(name, before_us) for name in old)
 
 
 def _is_live(tag: Tag, state: ProducerState | None) -> bool:
-    if state is None or state.epoch != tag.epoch:
+    """Whether the commit that a piece was staged for can still be made."""
+    if state is None:
         return False
-    return state.sequence is None or tag.sequence > state.sequence
+    return isinstance(
+        judge(state.standing, Holder(tag.producer, tag.epoch), tag.sequence), NewCommit
+    )

@@ -1,8 +1,8 @@
 """A compacted topic as a mapping: the latest value of each key, as of now.
 
-Only our own transactions write such a topic. Reading waits for the transactions that are under
-way, so that what a predecessor committed is always seen: it reads up to the end of what was
-written, not of what is known to be committed.
+Only our own transactions write to such a topic. Reading waits for transactions in progress, so
+that everything a predecessor committed is seen: it reads up to the end of what was written, not
+only of what is known to be committed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.log.kafka.client import MOMENTARY, Cluster
 from penstock.log.kafka.messages import offset_of
 
 Apply = Callable[[str, bytes | None, int], None]
-"""Told of each key with its value (`None`: it is gone) and the offset that says so."""
+"""Called for each key with its value (`None` if deleted) and the offset of the message."""
 POLL_S = 0.2
 MESSAGES = 5000
 _SETTINGS = {"fetch.wait.max.ms": 5, "queued.min.messages": 10_000}
 
 
 class View:
-    """Follows some partitions of one topic. For any thread; one reads at a time."""
+    """Follows some partitions of one topic. Thread-safe; one thread reads at a time."""
 
     def __init__(self, cluster: Cluster, topic: str, apply: Apply) -> None:
         self._cluster = cluster
@@ -35,13 +35,13 @@ class View:
         self._next: dict[int, int] = {}
         self._closed = False
         self.lock = threading.RLock()
-        """Held while `apply` is called: hold it to see values that belong together."""
+        """Held while `apply` is called: hold it to see a consistent set of values."""
 
     def catch_up(self, *partitions: int, wait: bool = True) -> None:
-        """Read what is in these partitions now, and wait for transactions that began before.
+        """Read the present contents of these partitions, and wait for transactions begun before.
 
-        Without `wait`, only what is settled. Raises `LogUnreachableError` where that does not end
-        in time: Kafka gives the transaction of a dead process up only after a while.
+        Without `wait`, read only what is settled. Raises `LogUnreachableError` if that does not end
+        in time: Kafka aborts the transaction of a dead process only after a while.
         """
         places = [(self._topic, p) for p in partitions]
         settled = self._cluster.ends(places, committed=True)
@@ -52,17 +52,17 @@ class View:
             wanted = {p: end for (_, p), end in ends.items() if end > self._next.get(p, 0)}
             if not wanted:
                 return
-            # Where nothing is under way, the last record is the mark of a commit.
+            # If no transaction is in progress, the last record is a commit marker.
             marked = {p for (_, p), end in ends.items() if wait and settled[self._topic, p] == end}
-            self._read(self._opened(list(wanted)), wanted, marked)
+            self._read(self._open_consumer(list(wanted)), wanted, marked)
 
-    def reached(self, partition: int) -> int:
+    def position(self, partition: int) -> int:
         """The offset up to which a partition was read."""
         with self.lock:
             return self._next.get(partition, 0)
 
-    def _opened(self, partitions: list[int]) -> Consumer:
-        """The consumer, reading these partitions from where they were left."""
+    def _open_consumer(self, partitions: list[int]) -> Consumer:
+        """The consumer, reading these partitions from where it left off."""
         if self._consumer is None:
             self._consumer = self._cluster.consumer(**_SETTINGS)
         new = [p for p in partitions if p not in self._next]
@@ -87,15 +87,15 @@ class View:
                 for message in found:
                     self._take(message)
                 for partition, end in list(wanted.items()):
-                    reached = self._next[partition]
-                    if reached >= end or (reached == end - 1 and partition in marked):
+                    position = self._next[partition]
+                    if position >= end or (position == end - 1 and partition in marked):
                         self._next[partition] = end
                         del wanted[partition]
                 if time.monotonic() > deadline:
                     raise LogUnreachableError(
                         f"{self._topic} could not be read to its end within "
-                        f"{patience_s:.0f} s: a transaction is under way that does "
-                        "not end, or no broker leads it"
+                        f"{patience_s:.0f} s: a transaction has not ended, or the "
+                        "partition has no leader"
                     )
         finally:
             consumer.pause([TopicPartition(self._topic, p) for p in self._next])
@@ -108,7 +108,7 @@ class View:
                 return
             if error.code() in MOMENTARY or error.retriable():
                 return
-            raise self._cluster.translated(error, f"reading {self._topic}")
+            raise self._cluster.translate(error, f"reading {self._topic}")
         offset = offset_of(message)
         if offset < self._next[partition]:
             return  # fetched before the seek

@@ -6,11 +6,10 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.errors import (
     CommitOutcomeUnknownError,
@@ -34,57 +33,77 @@ from penstock.log.api import (
     Piece,
     Placement,
 )
-from penstock.log.checks import check_columns, check_held, check_stageable, repeated
+from penstock.log.declaring.objects import Stream
+from penstock.log.engine.checks import check_columns, check_conditions, check_writer
+from penstock.log.engine.doubts import Doubts, unknown
 from penstock.log.kafka.client import Cluster
-from penstock.log.kafka.ledger import Ledger, ProducerState, producer_line, progress_line
-from penstock.log.kafka.objects import Catalogue, KafkaStream, StreamGoneError
+from penstock.log.kafka.ledger import ProducerState, producer_line, progress_line
+from penstock.log.kafka.objects import KafkaStream, StreamGoneError
 from penstock.log.kafka.producers import Producers, cause_of
-from penstock.log.kafka.sending import Prepared, Sent, prepare
+from penstock.log.kafka.sending import KafkaPrepared, KafkaSending, prepare
 from penstock.log.kafka.session import (
     NotCommittedError,
     Session,
     TakenError,
+    TransactionFailedError,
     UnknownError,
 )
 from penstock.log.kafka.staging import Staging, Tag
-from penstock.log.kafka.tables import Tables
-from penstock.log.partitioning import chunks
-from penstock.records.event import from_microseconds, ids_of, now_us, numbered
+from penstock.log.kafka.tables import KafkaTables
+from penstock.log.writing.fate import (
+    Again,
+    Ending,
+    ProducerStanding,
+    RefusedCommit,
+    RepeatedCommit,
+    Tries,
+    check_stageable,
+    judge,
+)
+from penstock.log.writing.partitioning import chunks, without
+from penstock.records.event import from_microseconds, ids_of, now_us
 
 RETRY_PAUSE_S = 0.05
 VISIBLE_S = 2.0
-"""A commit waits so long to be readable; another one under way can hold it back longer."""
+"""How long a commit waits to be readable; another open transaction can delay it longer."""
 
 
-class Writer:
-    """Stages and commits. For any thread."""
+class _CommitOrder(NamedTuple):
+    """What to commit, under which name, and until when."""
+
+    holder: Holder
+    sequence: int
+    commit: Commit
+    deadline: float
+
+
+class KafkaWriter:
+    """Stages and commits. Thread-safe."""
 
     def __init__(
         self,
         cluster: Cluster,
         producers: Producers,
-        ledger: Ledger,
-        catalogue: Catalogue,
         staging: Staging,
-        tables: Tables,
+        tables: KafkaTables,
         limits: Limits,
     ) -> None:
         self._cluster = cluster
         self._producers = producers
-        self._ledger = ledger
-        self._catalogue = catalogue
+        self._ledger = producers.ledger
+        self._catalogue = producers.catalogue
         self._staging = staging
         self._tables = tables
         self._limits = limits
-        self._uncertain: set[tuple[str, int]] = set()
+        self._doubts = Doubts()
 
     # Staging
 
     def stage(self, holder: Holder, sequence: int, part: Part, options: CommitOptions) -> Piece:
         stream = self._catalogue.stream(part.stream)
         check_columns(stream, part.batch)
-        state = _held(holder, self._ledger.producer(holder.producer))
-        check_stageable(holder, sequence, state.sequence)
+        check_stageable(self._standing(holder.producer), holder, sequence)
+        check_writer(stream, holder.producer)
         failpoint("stage.begun")
         tag = Tag(holder.producer, holder.epoch, sequence, stream.id)
         batches = chunks(part.batch, self._limits)
@@ -97,157 +116,165 @@ class Writer:
     def commit(
         self, holder: Holder, sequence: int, commit: Commit, options: CommitOptions
     ) -> Committed:
-        """Try until it is known what became of it, or the time is over."""
-        name = (holder.producer, sequence)
+        """Try until the outcome is known, or the time is up."""
         deadline = time.monotonic() + options.timeout_ms / 1000
+        tries = Tries(_pauses(), deadline_s=deadline, in_doubt=self._doubts.has(holder, sequence))
         while True:
             try:
                 with self._cluster.within(deadline):
-                    done = self._attempt(holder, sequence, commit, deadline)
-                self._uncertain.discard(name)
+                    done = self._attempt(_CommitOrder(holder, sequence, commit, deadline), tries)
+                self._doubts.remove(holder, sequence)
                 return done
-            except TakenError:
-                failed: PenstockError = LogBusyError(
-                    f"the producer {holder.producer} is used by other processes all the time, or "
-                    "its commit takes longer than transaction_timeout_ms: commit less at a time"
-                )
-            except UnknownError as error:
-                self._uncertain.add(name)
-                # Whatever it was: opening the producer again tells what became of it.
-                failed = LogUnreachableError(str(cause_of(error)))
-            except NotCommittedError as error:
-                failed = cause_of(error)
-            except StreamGoneError as error:
-                failed = LogBusyError(str(error))  # commit to the one that is there now
             except (FencedError, SequenceError) as error:
-                return self._found_out(holder, sequence, error)
+                self._note(tries, holder, sequence)
+                return self._doubts.conclude(
+                    holder, sequence, error, lambda _: self._standing(holder.producer)
+                )
             except CommitOutcomeUnknownError:
-                self._uncertain.add(name)
+                self._doubts.add(holder, sequence)
                 raise
-            except PenstockError as error:
-                failed = error
-            if not failed.retriable or time.monotonic() > deadline:
-                raise self._outcome(name, failed) from failed
-            time.sleep(RETRY_PAUSE_S * random.uniform(0.5, 2))  # noqa: S311  so that two take turns
+            except (PenstockError, TransactionFailedError) as error:
+                failed = _failure(error, holder)
+            except BaseException:
+                self._doubts.add(holder, sequence)
+                raise
+            match tries.after(failed, time.monotonic()):
+                case Again(pause_s):
+                    time.sleep(pause_s)
+                case ending:
+                    self._note(tries, holder, sequence)
+                    if ending is Ending.UNKNOWN:
+                        raise unknown(failed) from failed
+                    raise failed
 
-    def _found_out(self, holder: Holder, sequence: int, error: PenstockError) -> Committed:
-        """What became of a commit whose producer somebody else has by now; or raise why not."""
-        name = (holder.producer, sequence)
-        if name in self._uncertain:
-            try:
-                found = self._ledger.producer(holder.producer) or ProducerState()
-            except PenstockError as failed:
-                raise self._outcome(name, failed) from error
-            last = found.committed
-            if last is not None and last.sequence == sequence:
-                # Under the same name by another holder: then it was free, and ours did not happen.
-                if found.committed_epoch == holder.epoch:
-                    self._uncertain.discard(name)
-                    return msgspec.structs.replace(last, repeated=True)
-            elif last is not None and last.sequence > sequence:
-                raise self._outcome(name, error) from error
-        self._uncertain.discard(name)
-        raise error
+    def _note(self, tries: Tries, holder: Holder, sequence: int) -> None:
+        """Remember whether the commit is in doubt, for the next call that names it."""
+        if tries.in_doubt:
+            self._doubts.add(holder, sequence)
+        else:
+            self._doubts.remove(holder, sequence)
 
-    def _outcome(self, name: tuple[str, int], failed: PenstockError) -> PenstockError:
-        """What to say of a commit that was given up."""
-        if name not in self._uncertain:
-            return failed
-        return CommitOutcomeUnknownError(
-            f"the commit may or may not have happened ({failed}); commit again under the same name "
-            "to find out"
-        )
+    def _standing(self, producer: str) -> ProducerStanding:
+        return (self._ledger.producer(producer) or ProducerState()).standing
 
-    def _attempt(self, holder: Holder, sequence: int, commit: Commit, deadline: float) -> Committed:
-        """One try.
+    def _attempt(self, order: _CommitOrder, tries: Tries) -> Committed:
+        """One attempt.
 
-        1. Open the producer's session, unless it is open, and look at its line of the ledger.
+        1. Open the producer's session, unless it is open, and read its line of the ledger.
         2. The holder must hold it, and the sequence be new; a repeated one returns its outcome.
         3. Send the events, wait until they have offsets, then send progress and the outcome.
-        4. Look whether the streams are still what they were: whoever drops or changes one after
-           that does so while this commit is under way.
+        4. Check that the streams are unchanged: if one is dropped or changed after that, this
+           happens while the commit is in progress.
         5. Commit the transaction, and wait until readers see it.
         """
+        holder = order.holder
         with self._producers.using(holder.producer) as session:
-            state = _held(holder, self._producers.opened(session, holder.producer))
-            if state.committed is not None and sequence <= state.committed.sequence:
-                return repeated(holder, sequence, state.committed)
-            prepared = self._prepared(holder, sequence, commit)
+            state = self._producers.open(session, holder.producer)
+            match judge(state.standing, holder, order.sequence):
+                case RepeatedCommit(outcome):
+                    return outcome
+                case RefusedCommit(error):
+                    raise error
+            tries.find_out()  # no earlier attempt can succeed while the session is open
+            prepared = self._prepare_all(holder, order.sequence, order.commit)
+            self._check_conditions(order.commit, holder, prepared)
             failpoint("commit.prepared")
             with self._writer(session, holder, prepared) as (writer, compared):
-                sent = [Sent(item) for item in compared]
-                after = self._transact(writer, session, holder, sequence, sent, commit, deadline)
-            session.state = after
-        done = after.committed
-        assert done is not None  # noqa: S101  just made
-        self._reached(holder.producer)
+                sent = [KafkaSending(item) for item in compared]
+                session.state, done = self._transact(writer, session, order, sent)
+        self._pass_failpoint(holder.producer)
         self._until_visible([item.stream.topic for item in sent], done.placements)
         return done
 
     @staticmethod
-    def _reached(producer: str) -> None:
+    def _pass_failpoint(producer: str) -> None:
         try:
             failpoint("commit.committed")
         except FailpointError as error:
             raise CommitOutcomeUnknownError(
-                f"the commit of {producer} may or may not have happened ({error}); commit again "
+                f"the commit of {producer} may or may not have happened ({error}): commit again "
                 "under the same name to find out"
             ) from error
 
     def _transact(
-        self, writer: Session, session: Session, holder: Holder, sequence: int,
-        sent: Sequence[Sent], commit: Commit, deadline: float,
-    ) -> ProducerState:  # fmt: skip
+        self, writer: Session, session: Session, order: _CommitOrder, sent: Sequence[KafkaSending]
+    ) -> tuple[ProducerState, Committed]:
+        """Write everything in one transaction; return the producer's new line, and the outcome."""
+        holder, commit = order.holder, order.commit
         streams = [item.stream for item in sent]
 
         def glance() -> None:
             with contextlib.suppress(LogUnreachableError), self._cluster.within(time.monotonic()):
                 self._check_unchanged(streams)
 
-        def fill() -> ProducerState:
+        def fill() -> tuple[ProducerState, Committed]:
             failpoint("commit.begun")
             for item in sent:
                 item.send(writer)
             failpoint("commit.blobs")
-            writer.flush(deadline, glance)
+            writer.flush(order.deadline, glance)
             failpoint("commit.index")
             times = [item.time_ms for item in sent if item.time_ms is not None]
             committed = Committed(
                 producer=holder.producer,
-                sequence=sequence,
+                sequence=order.sequence,
                 commit=0,
                 time=from_microseconds(min(times) * 1000 if times else now_us()),
                 placements=tuple(item.placement(self._cluster) for item in sent),
             )
             pieces = tuple(number for piece in commit.pieces for number in piece.batches)
             state = msgspec.structs.replace(
-                session.state, committed=committed, committed_epoch=holder.epoch, pieces=pieces,
+                session.state,
+                committed=committed,
+                committed_epoch=holder.epoch,
+                pieces=pieces,
                 time_us=now_us(),
-            )  # fmt: skip
+            )
             lines = [progress_line(key, value) for key, value in commit.progress.items()]
             for line in [*lines, producer_line(holder.producer, state)]:
-                writer.send(self._ledger.topic, line.partition, line.key, line.value)
+                topic = self._ledger.topic_of(line)
+                writer.send(topic, line.partition, line.key, line.value)
             failpoint("commit.progress")
             self._check_unchanged(streams)
-            writer.flush(deadline, glance)
+            writer.flush(order.deadline, glance)
             failpoint("commit.producer")
-            return state
+            return state, committed
 
         try:
-            return writer.transact(fill, deadline)
+            return writer.transact(fill, order.deadline)
         except (NotCommittedError, TakenError):
             raise  # it did not happen
         except BaseException:
-            session.close()  # it must be found out anew what became of it
+            session.close()  # the outcome must be determined again
             writer.close()
             raise
 
     def _check_unchanged(self, streams: Sequence[KafkaStream]) -> None:
-        """Undo the transaction if one of its streams has changed since it was prepared."""
+        """Abort the transaction if one of its streams has changed since it was prepared."""
         for stream in self._catalogue.look_again(streams) if streams else ():
             raise NotCommittedError from LogBusyError(
-                f"stream {stream.name} was changed while it was written to: commit again"
+                f"stream {stream.name} was changed while events were written to it: commit again"
             )
+
+    def _check_conditions(
+        self, commit: Commit, holder: Holder, prepared: Sequence[KafkaPrepared]
+    ) -> None:
+        """Nobody else writes to the tables, and this session is the producer's: what is found
+        stays so until the commit.
+        """
+
+        def find(table: Stream, key: bytes) -> int | None:
+            if table.spec.writer != holder.producer:
+                raise UsageError(
+                    f"others may write to table {table.name}, and Kafka cannot compare and write "
+                    f"as one: give it one writer (penstock stream alter {table.name} --writer "
+                    f"{holder.producer})"
+                )
+            stream = self._catalogue.stream(str(table.name))
+            (entry,) = self._tables.get(stream, [key], None, settled=True)
+            return None if entry is None else entry.offset
+
+        check_conditions(commit, (item.stream for item in prepared), find)
 
     # What is to be written
 
@@ -257,25 +284,28 @@ class Writer:
         ready = prepare(stream, [part.batch], self._limits, ahead=stream.spec.ids != "producer")
         return msgspec.structs.replace(part, ready=ready)
 
-    def _prepared(self, holder: Holder, sequence: int, commit: Commit) -> list[Prepared]:
+    def _prepare_all(self, holder: Holder, sequence: int, commit: Commit) -> list[KafkaPrepared]:
         made = []
+        names = {part.stream for part in commit.parts} | {piece.stream for piece in commit.pieces}
+        for name in names:
+            check_writer(self._catalogue.stream(name), holder.producer)
         for part in commit.parts:
             stream = self._catalogue.stream(part.stream)
             ready = part.ready
-            if isinstance(ready, Prepared) and ready.stream is stream:
+            if isinstance(ready, KafkaPrepared) and ready.stream is stream:
                 made.append(ready)
                 continue
             check_columns(stream, part.batch)
             made.append(prepare(stream, [part.batch], self._limits))
         if commit.pieces:
             streams = {p.stream: self._catalogue.stream(p.stream) for p in commit.pieces}
-            staged = self._staged(holder, sequence, commit.pieces, streams)
+            staged = self._read_staged(holder, sequence, commit.pieces, streams)
             for piece in commit.pieces:
                 batches = [staged[number] for number in piece.batches]
                 made.append(prepare(streams[piece.stream], batches, self._limits))
         return made
 
-    def _staged(
+    def _read_staged(
         self,
         holder: Holder,
         sequence: int,
@@ -284,7 +314,7 @@ class Writer:
     ) -> dict[int, pa.RecordBatch]:
         numbers = [number for piece in pieces for number in piece.batches]
         if len(set(numbers)) < len(numbers):
-            raise PieceError("a staged piece is named twice")
+            raise PieceError("a staged piece is listed twice")
         tags = {
             number: Tag(holder.producer, holder.epoch, sequence, streams[piece.stream].id)
             for piece in pieces
@@ -296,9 +326,9 @@ class Writer:
 
     @contextlib.contextmanager
     def _writer(
-        self, session: Session, holder: Holder, prepared: Sequence[Prepared]
-    ) -> Iterator[tuple[Session, Sequence[Prepared]]]:
-        """Whose transaction it is, and what is left to write after comparing ids."""
+        self, session: Session, holder: Holder, prepared: Sequence[KafkaPrepared]
+    ) -> Iterator[tuple[Session, Sequence[KafkaPrepared]]]:
+        """The session that writes, and what is left to write after comparing ids."""
         comparing = {p.stream.id: p.stream for p in prepared if p.stream.spec.ids == "producer"}
         if not comparing:
             yield session, prepared
@@ -306,8 +336,8 @@ class Writer:
         if len(comparing) > 1:
             names = " and ".join(str(stream.name) for stream in comparing.values())
             raise UsageError(
-                f"{names} both have ids from the producer: on Kafka a commit may write to one such "
-                "stream, since each has a writer of its own; commit them one after the other"
+                f"{names} both take ids from the producer, and on Kafka a commit can write to only "
+                "one such stream, since each has its own writer: commit them one after the other"
             )
         stream = next(iter(comparing.values()))
         with self._producers.using_ids(stream.topic) as ids:
@@ -315,16 +345,18 @@ class Writer:
             yield ids, self._without_held(stream, prepared)
             failpoint("commit.ids")
 
-    def _without_held(self, stream: KafkaStream, prepared: Sequence[Prepared]) -> list[Prepared]:
-        """Without the events whose ids the stream holds already."""
+    def _without_held(
+        self, stream: KafkaStream, prepared: Sequence[KafkaPrepared]
+    ) -> list[KafkaPrepared]:
+        """Drop the events whose ids the stream already holds."""
         place = (stream.topic, 0)  # nobody else can write there while we compare
         with self._cluster.watching(lambda: self._catalogue.check_there(stream)):
-            end = self._cluster.settled_ends([place])[place]
+            end = self._cluster.wait_for_ends([place])[place]
         mine = [item for item in prepared if item.stream.id == stream.id]
         ids = [
             id_ for item in mine for chunk in item.chunks for id_ in ids_of(chunk.batch).to_pylist()
         ]
-        gone = set(self._tables.store.held(stream, ids, end))
+        gone = set(self._tables.store.find_held(stream, ids, end))
         made, at = [], 0
         for item in prepared:
             if item.stream.id != stream.id:
@@ -333,13 +365,13 @@ class Writer:
             rows = sum(chunk.batch.num_rows for chunk in item.chunks)
             dropped = tuple(row - at for row in sorted(gone) if at <= row < at + rows)
             at += rows
-            made.append(_thinned(item, dropped) if dropped else item)
+            made.append(_thin_out(item, dropped) if dropped else item)
         return made
 
     # Being seen
 
     def _until_visible(self, topics: Sequence[str], placements: Sequence[Placement]) -> None:
-        """Wait until what was committed can be read; only for so long, for it is safe anyway."""
+        """Wait, for a limited time, until the commit can be read; it is durable in any case."""
         last: dict[tuple[str, int], int] = {}
         for topic, placement in zip(topics, placements, strict=True):
             for partition, first, rows in placement.ranges:
@@ -350,26 +382,46 @@ class Writer:
                 with self._cluster.within(deadline):
                     ends = self._cluster.ends(list(last), committed=True)
             except LogError:
-                return  # dropped in the meantime, or out of reach
+                return  # dropped in the meantime, or unreachable
             last = {place: offset for place, offset in last.items() if ends[place] <= offset}
             if last:
                 time.sleep(0.001)
 
 
-def _thinned(item: Prepared, dropped: tuple[int, ...]) -> Prepared:
+def _thin_out(item: KafkaPrepared, dropped: Sequence[int]) -> KafkaPrepared:
+    """What is left to send without these rows."""
     at, kept = 0, []
-    gone = set(dropped)
     for chunk in item.chunks:
-        rows = chunk.batch.num_rows
-        mask = pa.array([at + row not in gone for row in range(rows)])
-        at += rows
-        if pc.any(mask).as_py():
-            batch = numbered(chunk.batch).filter(mask)
-            kept.append(msgspec.structs.replace(chunk, batch=batch, encoded=None))
-    return Prepared(item.stream, kept, dropped)
+        rows = range(at, at + chunk.batch.num_rows)
+        gone = [row - at for row in dropped if row in rows]
+        at = rows.stop
+        if len(gone) < len(rows):
+            left = without(chunk.batch, gone)
+            kept.append(msgspec.structs.replace(chunk, batch=left, encoded=None))
+    return KafkaPrepared(item.stream, kept, tuple(dropped))
 
 
-def _held(holder: Holder, state: ProducerState | None) -> ProducerState:
-    """The state of the producer, if the holder holds it."""
-    check_held(holder, (state and state.epoch) or None)
-    return cast(ProducerState, state)
+def _pauses() -> Iterator[float]:
+    """How long to wait before each further attempt: randomised, so that two take turns."""
+    while True:
+        yield RETRY_PAUSE_S * random.uniform(0.5, 2)  # noqa: S311
+
+
+def _failure(error: Exception, holder: Holder) -> PenstockError:
+    """The error of an attempt, as the rules for all engines expect it (`log.writing.fate`)."""
+    match error:
+        case TakenError():
+            return LogBusyError(
+                f"producer {holder.producer} is constantly in use by other processes, or its "
+                "commit takes longer than transaction_timeout_ms: commit less at a time"
+            )
+        case UnknownError():
+            # Whatever the error: opening the producer again tells the outcome.
+            return CommitOutcomeUnknownError(str(cause_of(error)))
+        case NotCommittedError():
+            return cause_of(error)
+        case StreamGoneError():
+            return LogBusyError(str(error))  # commit to the stream that exists now
+        case PenstockError():
+            return error
+    return LogError(f"Kafka: {error}")

@@ -1,4 +1,4 @@
-"""Verifying an embedded log, and copying it while it is used."""
+"""Verifying an embedded log, and copying it while it is in use."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 import apsw
 
 from penstock.errors import DamagedError, LogError, ObjectExistsError
-from penstock.log.api import Damage, Progress
+from penstock.log.api import Damage, Report
 from penstock.log.batch import Batch
-from penstock.log.names import StreamName
-from penstock.log.objects import Stream
-from penstock.log.sqlite.connection import ReaderPool, many, one, translated
-from penstock.log.sqlite.objects import Directory
-from penstock.log.sqlite.reading import (
-    Row,
+from penstock.log.declaring.names import StreamName
+from penstock.log.declaring.objects import Stream
+from penstock.log.sqlite.connection import ReaderPool, many, one, translate_errors
+from penstock.log.sqlite.index import (
+    IndexRow,
     WrongBatchError,
-    damaged,
+    damage_at,
     decode,
     read_stored,
     row_near,
     unreadable,
 )
+from penstock.log.sqlite.objects import Directory
 
 BACKUP_PAGES = 1024
 OFFSET_MAX = 2**63 - 1
@@ -33,16 +33,16 @@ ENTRIES = 1000
 _BOOKS = {
     "producers": "the latest commits of producers",
     "progress": "the progress of apps, connectors and others",
-    "ids": "ids that producers gave",
-    "id_ranges": "ids that producers gave",
-    "pieces": "what is staged and not committed yet",
+    "ids": "ids assigned by producers",
+    "id_ranges": "ids assigned by producers",
+    "pieces": "staged events that are not committed yet",
 }
 
 
 class Verifier:
-    """Reads everything once and reports what is not what was written."""
+    """Reads everything once and reports what differs from what was written."""
 
-    def __init__(self, pool: ReaderPool, progress: Progress | None) -> None:
+    def __init__(self, pool: ReaderPool, progress: Report | None) -> None:
         self._pool = pool
         self._progress = progress or (lambda done, total: None)
         self._done = 0
@@ -60,7 +60,7 @@ class Verifier:
         self._progress(self._total, self._total)
 
     def _file(self) -> Iterator[Damage]:
-        """SQLite's own check of its pages and indexes; what follows says what that means."""
+        """SQLite's own check of its pages and indexes; later findings say what that means."""
         messages: list[str] = []
         try:
             with self._pool.lend() as connection:
@@ -72,13 +72,13 @@ class Verifier:
             return
         shown = "; ".join(messages[:3]) + ("; …" if len(messages) > 3 else "")
         yield Damage(
-            f"the file's own pages are damaged (SQLite says: {shown}). What cannot be read is "
-            "listed here; what is not listed can. Write to this log no more: restore a backup, or "
-            "copy what can be read into a new log (penstock read --on-damage skip)"
+            f"pages of the file itself are damaged (SQLite reports: {shown}). Everything that "
+            "cannot be read is listed here; the rest can. Do not write to this log: restore a "
+            "backup, or copy what can be read to a new log (penstock read --on-damage skip)"
         )
 
     def _streams(self, directory: Directory, found: dict[int, Stream]) -> Iterator[Damage]:
-        """The declarations of the streams, without which nothing of them can be read."""
+        """Check the declarations of the streams, without which no events can be read."""
         try:
             with self._pool.lend() as connection:
                 names = [StreamName(*name) for name in many(connection, "stream_names")]
@@ -107,14 +107,14 @@ class Verifier:
                 counted = one(connection, "batch_count")
                 self._total = int(counted[0]) if counted else 0
         except LogError:
-            self._total = 0  # the same is found, and told of, below
+            self._total = 0  # the same error is found and reported below
         for stream in streams.values():
             try:
                 with self._pool.lend() as connection:
                     bounds = many(connection, "offsets", stream.id)
             except LogError as error:
                 yield Damage(
-                    f"stream {stream.name}: where its partitions begin and end cannot be read "
+                    f"stream {stream.name}: the bounds of its partitions cannot be read "
                     f"({_why(error)}), and so none of its events; restore them from a backup",
                     str(stream.name),
                 )
@@ -139,28 +139,28 @@ class Verifier:
                 after = rows[-1][0] if rows else None
         except LogError as error:
             yield Damage(
-                f"table {stream.name}: entries cannot be read ({_why(error)}). Its changelog is a "
-                "stream of events, listed here only where that is damaged too: what a table holds "
-                "follows from it; restore a backup",
+                f"table {stream.name}: entries cannot be read ({_why(error)}). They are derived "
+                "from its changelog, a stream of events that is listed here only if it is damaged "
+                "too; restore a backup",
                 str(stream.name),
             )
 
     def _books(self) -> Iterator[Damage]:
-        """What the log knows of those who write to it."""
+        """Check what the log knows about its writers."""
         for name, meaning in _BOOKS.items():
             try:
                 with self._pool.lend() as connection:
                     connection.execute(f"SELECT * FROM {name}").fetchall()  # noqa: S608  our own
             except LogError as error:
                 yield Damage(
-                    f"{meaning} cannot be read ({_why(error)}): who writes again may write twice. "
-                    "Restore a backup"
+                    f"{meaning} cannot be read ({_why(error)}): retried writes may be stored "
+                    "twice; restore a backup"
                 )
 
     def _partition(
         self, stream: Stream, partition: int, first: int, next_: int
     ) -> Iterator[Damage]:
-        """Follow the offsets from batch to batch, as a reader would; what is new is left out."""
+        """Follow the offsets from batch to batch, as a reader would; new events are not checked."""
         offset = first
         while offset < next_:
             try:
@@ -172,16 +172,16 @@ class Verifier:
                 offset = error.last_offset + 1
             else:
                 start = next_ if row is None else min(row.first_offset, next_)
-                if start > offset and self._still_wanted(stream, partition, offset):
+                if start > offset and self._is_still_wanted(stream, partition, offset):
                     yield _gap(stream, partition, offset, start - 1)
                 offset = next_ if row is None else max(row.next_offset, start)
             self._done += 1
             self._progress(self._done, max(self._total, self._done))
         yield from self._beyond(stream, partition)
 
-    def _read(self, stream: Stream, partition: int, offset: int) -> Row | None:
-        """The batch that holds an offset, or the next one, read and checked."""
-        seen: Row | None = None
+    def _read(self, stream: Stream, partition: int, offset: int) -> IndexRow | None:
+        """Read and check the batch that contains an offset, or the next one."""
+        seen: IndexRow | None = None
         while True:
             with self._pool.lend() as connection:
                 row = row_near(connection, stream, partition, offset)
@@ -197,37 +197,37 @@ class Verifier:
                     if row == seen:
                         raise WrongBatchError("its data is missing")
                 except WrongBatchError as wrong:
-                    raise damaged(connection, stream, partition, row, str(wrong)) from wrong
-            seen = row  # merged between the two steps: it is another row by now
+                    raise damage_at(connection, stream, partition, row, str(wrong)) from wrong
+            seen = row  # merged between the two steps: the row has changed
 
     def _beyond(self, stream: Stream, partition: int) -> Iterator[Damage]:
-        """Batches past the partition's end: readers would never come to them."""
+        """Batches past the partition's end, which readers would never reach."""
         with self._pool.lend() as connection:
             last = one(connection, "batch_before", stream.id, partition, OFFSET_MAX)
             bounds = one(connection, "offsets_of_partition", stream.id, partition)
         if last is None or bounds is None:
             return
-        row = Row(*last)
+        row = IndexRow(*last)
         if row.first_offset >= bounds[1]:
             why = f"offset {row.first_offset} lies past the recorded end, {bounds[1]}"
             message = f"stream {stream.name}, partition {partition}: {why}"
             yield Damage(message, str(stream.name), partition, row.first_offset, row.first_offset)
 
-    def _still_wanted(self, stream: Stream, partition: int, offset: int) -> bool:
-        """Whether an offset should be there: retention or a drop may have taken it meanwhile."""
+    def _is_still_wanted(self, stream: Stream, partition: int, offset: int) -> bool:
+        """Whether an offset should exist: retention or a drop may have removed it meanwhile."""
         with self._pool.lend() as connection:
             row = one(connection, "offsets_of_partition", stream.id, partition)
         return row is not None and offset >= row[0]
 
 
 def _first_unreadable(batch: Batch, offset: int) -> int | None:
-    """From `offset` on: what lies before it was told of already."""
-    left = batch.sliced(max(offset, batch.first_offset), batch.next_offset)
+    """The first one from `offset` on: earlier ones were reported already."""
+    left = batch.slice_offsets(max(offset, batch.first_offset), batch.next_offset)
     return left.first_unreadable()
 
 
 def _why(error: LogError) -> str:
-    """What SQLite itself said: what to do about it is said by whoever knows what it means."""
+    """SQLite's own message, without advice: the caller knows what it means and adds that."""
     return str(error.__cause__ or error)
 
 
@@ -236,18 +236,18 @@ def _gap(stream: Stream, partition: int, first: int, last: int) -> Damage:
     return Damage(message, str(stream.name), partition, first, last)
 
 
-def back_up(pool: ReaderPool, target: Path, progress: Progress | None) -> None:
+def back_up(pool: ReaderPool, target: Path, progress: Report | None) -> None:
     """Copy the log as of now into a new file.
 
-    The source's read transaction stays open during the copy, so what others write meanwhile
-    neither disturbs it nor shows in it. The target appears under its name only when it is
-    whole and on disk.
+    The source's read transaction stays open during the copy, so writes made meanwhile neither
+    disturb it nor appear in it. The target appears under its name only when it is complete and
+    on disk.
     """
     if target.exists():
-        raise ObjectExistsError(f"{target} exists already: choose another name, or remove it")
+        raise ObjectExistsError(f"{target} already exists: choose another name, or remove it")
     partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     try:
-        with pool.lend() as reader, translated(target):
+        with pool.lend() as reader, translate_errors(target):
             reader.execute("BEGIN")
             one(reader, "state")
             with contextlib.closing(apsw.Connection(str(partial))) as copy:
@@ -258,13 +258,15 @@ def back_up(pool: ReaderPool, target: Path, progress: Progress | None) -> None:
         try:
             target.hardlink_to(partial)
         except FileExistsError:
-            raise ObjectExistsError(f"{target} was made by somebody else meanwhile") from None
+            raise ObjectExistsError(
+                f"{target} was created by another process in the meantime"
+            ) from None
         _sync(target.parent)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _copy_pages(copy: apsw.Connection, reader: apsw.Connection, progress: Progress | None) -> None:
+def _copy_pages(copy: apsw.Connection, reader: apsw.Connection, progress: Report | None) -> None:
     with copy.backup("main", reader, "main") as backup:
         while not backup.done:
             backup.step(BACKUP_PAGES)

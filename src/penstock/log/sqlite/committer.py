@@ -1,7 +1,7 @@
-"""One writer per process, and many commits in one SQLite transaction.
+"""One writer per process, and many commits per SQLite transaction.
 
-Threads that want to write queue up; whoever gets the writer's lock commits for all that
-wait by then. So a lone commit pays for no hand-over, and many small ones share one fsync.
+Threads that want to write queue up; the one that gets the writer's lock commits for all that are
+waiting by then. So a single commit costs no hand-over, and many small ones share one fsync.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.errors import (
     ClosedError,
     CommitOutcomeUnknownError,
     LogBusyError,
+    LogFormatError,
     LogFullError,
     LogReadOnlyError,
     PenstockError,
@@ -33,7 +34,7 @@ from penstock.log.sqlite.connection import (
     many,
     one,
     translate,
-    translated,
+    translate_errors,
 )
 from penstock.records.event import now_us
 
@@ -61,14 +62,16 @@ class Write:
     def insert(self, name: str, *values: object) -> int:
         """Run a statement that adds a row and returns its id."""
         self.dirty = True
-        row = one(self.connection, name, *values)
-        assert row is not None  # noqa: S101  RETURNING returns
-        return int(row[0])
+        return int(self.must(name, *values)[0])
 
     def must(self, name: str, *values: object) -> Row:
-        """The one row that is always there."""
+        """The one row that always exists. Raises `LogFormatError` if it is missing nevertheless."""
         row = one(self.connection, name, *values)
-        assert row is not None  # noqa: S101  the caller knows it to be there
+        if row is None:
+            raise LogFormatError(
+                f"the log is damaged: the row for {name!r} is missing; run `penstock verify`, then "
+                "restore a backup"
+            )
         return row
 
     def look(self, name: str, *values: object) -> Row | None:
@@ -107,7 +110,7 @@ class Write:
 
 @dataclass
 class _Partition:
-    """What a transaction adds to a partition. Others may change its size meanwhile."""
+    """What a transaction adds to a partition, whose size others may change meanwhile."""
 
     next_offset: int
     bytes_added: int = 0
@@ -115,9 +118,9 @@ class _Partition:
 
 
 class _Ticket(Generic[T]):
-    """One thread's wish to write, and what became of it.
+    """One thread's request to write, and its outcome.
 
-    Until it is known to have happened, it has not: the error is there from the start.
+    Until it is known to have happened, it counts as failed: the error is set from the start.
     """
 
     def __init__(self, work: Callable[[Write], T], durable: bool, deadline: float) -> None:
@@ -131,7 +134,7 @@ class _Ticket(Generic[T]):
 
     def reset(self) -> None:
         self.result = None
-        self.error = LogBusyError("the write was interrupted before it was made; try again")
+        self.error = LogBusyError("the write was interrupted before it began: try again")
 
     def outcome(self) -> T:
         if self.error is not None:
@@ -140,10 +143,10 @@ class _Ticket(Generic[T]):
 
 
 class Committer:
-    """Runs work in write transactions, in the order it came, grouped where it can be.
+    """Runs work in write transactions, in the order of arrival, grouped where possible.
 
-    Work looks before it writes: what it raises before its first change concerns it alone,
-    and anything it raises later undoes the group, whose members are then run one by one.
+    Work checks before it writes: an error before its first change concerns that work alone; an
+    error after that rolls back the group, whose members are then run one by one.
     """
 
     def __init__(
@@ -168,12 +171,12 @@ class Committer:
     def submit(self, work: Callable[[Write], T], *, durable: bool, timeout_s: float) -> T:
         """Do the work in a committed transaction.
 
-        Raises what the work raised; `LogBusyError` when the writer was not free in time (the
-        work is not done); `CommitOutcomeUnknownError` when COMMIT itself failed.
+        Raises what the work raised; `LogBusyError` if the writer was not free in time (the work
+        was not done); `CommitOutcomeUnknownError` if COMMIT itself failed.
         """
         check_process(self._process, self._path)
         if self._read_only:
-            raise LogReadOnlyError(f"the log {self._path} was opened read-only")
+            raise LogReadOnlyError(f"log {self._path} was opened read-only")
         deadline = time.monotonic() + timeout_s
         ticket: _Ticket[T] = _Ticket(work, durable, deadline)
         held = False
@@ -193,7 +196,7 @@ class Committer:
         return ticket.outcome()
 
     def _withdraw(self, ticket: _Ticket[T]) -> bool:
-        """Take a ticket back; False if somebody has taken it on meanwhile."""
+        """Withdraw a ticket; False if another thread has started on it meanwhile."""
         try:
             self._queue.remove(ticket)  # type: ignore[arg-type]
         except ValueError:
@@ -202,18 +205,18 @@ class Committer:
 
     def _give_up(self, ticket: _Ticket[T]) -> None:
         if self._withdraw(ticket):
-            raise LogBusyError(f"{self._path}: the writer was not free in time; try again")
+            raise LogBusyError(f"{self._path}: the write lock was not free in time: try again")
         if not ticket.done:
             raise CommitOutcomeUnknownError(
-                f"the commit to {self._path} did not finish in time; it may still happen: "
-                "commit again under the same name"
+                f"the commit to {self._path} did not finish in time, and may still happen: "
+                "commit again under the same name to find out"
             )
 
     def _commit_waiting(self, timeout_s: float) -> None:
-        """Commit what waits, as one group; the leader's own wait for the file binds nobody else.
+        """Commit everything waiting as one group; the leader's own wait for the file binds no one.
 
-        So nothing is taken off the queue before a transaction is open: whoever gives up while
-        the leader waits takes its ticket back, and knows that nothing happened.
+        So nothing is removed from the queue before a transaction is open: a thread that gives up
+        while the leader waits withdraws its ticket, and knows that nothing happened.
         """
         durable = any(ticket.durable for ticket in self._queue.copy())
         write = self._begin(durable, timeout_s)
@@ -234,7 +237,7 @@ class Committer:
             self._on_commit()
 
     def _take(self, group: list[_Ticket[object]], durable: bool) -> None:
-        """Move waiting tickets into the group, none of them more careful than its transaction.
+        """Move waiting tickets into the group, unless they need more durability than it has.
 
         A ticket is in the group before it leaves the queue, so that an interrupt loses none.
         """
@@ -258,7 +261,7 @@ class Committer:
             self._run(write, [ticket])
 
     def _run(self, write: Write, group: list[_Ticket[object]]) -> bool:
-        """Run a group in its transaction; False where its members must be run one by one."""
+        """Run a group in its transaction; False if its members must be run one by one."""
         try:
             results = [self._work(write, ticket) for ticket in group if not ticket.done]
             if write.dirty:
@@ -275,7 +278,7 @@ class Committer:
         return True
 
     def _begin(self, durable: bool, timeout_s: float) -> Write:
-        with translated(self._path):
+        with translate_errors(self._path):
             connection = self._writer()
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
@@ -295,13 +298,13 @@ class Committer:
 
     def _writer(self) -> apsw.Connection:
         if self._closed:
-            raise ClosedError(f"the log {self._path} is closed")
+            raise ClosedError(f"log {self._path} is closed")
         if self._connection is None:
             self._connection = connect(self._path, self._vfs)
         return self._connection
 
     def _work(self, write: Write, ticket: _Ticket[object]) -> _Ticket[object] | None:
-        """Do a ticket's work; the ticket, unless the work refused before it changed anything."""
+        """Do a ticket's work; return the ticket, unless the work failed before any change."""
         before, write.dirty = write.dirty, False
         try:
             ticket.result = ticket.work(write)
@@ -315,7 +318,7 @@ class Committer:
         return ticket
 
     def _commit(self, write: Write, group: list[_Ticket[object]]) -> None:
-        """COMMIT. While it runs, nobody can say whether it has happened."""
+        """Run COMMIT. While it runs, its outcome is unknown."""
         for ticket in group:
             ticket.error = self._unknown("it was interrupted")
         try:
@@ -323,18 +326,18 @@ class Committer:
             failpoint("commit.committed")
         except Exception as error:
             self._roll_back()
-            known = self._failed(error)
+            known = self._failure_of(error)
             for ticket in group:
                 ticket.error = known
             return
         for ticket in group:
             ticket.error = None
 
-    def _failed(self, error: Exception) -> PenstockError:
+    def _failure_of(self, error: Exception) -> PenstockError:
         if isinstance(error, apsw.FullError):
             return LogFullError(
-                f"the disk that holds {self._path} is full; nothing was written: free some space "
-                "and try again"
+                f"the disk that holds {self._path} is full, and nothing was written: free some "
+                "space and try again"
             )
         if isinstance(error, apsw.BusyError):
             return translate(error, self._path)
@@ -342,12 +345,12 @@ class Committer:
 
     def _unknown(self, why: str) -> CommitOutcomeUnknownError:
         return CommitOutcomeUnknownError(
-            f"COMMIT on {self._path} failed ({why}); after a crash it may turn out to have "
-            "happened: commit again under the same name"
+            f"COMMIT on {self._path} failed ({why}), but after a crash it may turn out to have "
+            "happened: commit again under the same name to find out"
         )
 
     def _roll_back(self) -> None:
-        """End a failed transaction; where even that fails, a new connection takes over."""
+        """End a failed transaction; if even that fails, use a new connection."""
         connection = self._connection
         try:
             if connection is not None and connection.in_transaction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.resources
 import os
 import secrets
@@ -18,8 +19,9 @@ import pyarrow as pa
 
 from penstock import errors
 from penstock.failpoints import failpoint
-from penstock.log.statements import statements
+from penstock.log.engine.ids import ID_SQL
 from penstock.records.event import now_us
+from penstock.resources import statements
 
 APPLICATION_ID = 0x50454E53  # "PENS"
 FORMAT = 1
@@ -32,19 +34,24 @@ READERS_IDLE_MAX = 8
 OPEN_BUSY_S = 10.0
 OPEN_PAUSE_S = 0.02
 WRITE_LOCK = 120
-"""Which byte of the -shm file SQLite locks to write."""
+"""The byte of the -shm file that SQLite locks for writing."""
 
 
 Access = Literal["write", "read", "frozen"]
-"""`frozen` is for a file that nobody can write to at the moment: SQLite then takes no locks."""
+"""`frozen` is for a file that nobody can write to at present: SQLite then takes no locks."""
 
 
 def sql(name: str) -> str:
-    """The statement of that name in `queries.sql`."""
-    return statements(__package__, "queries.sql")[name]
+    """The statement of that name, from `queries.sql` or `ids.sql`."""
+    return _statements()[name]
 
 
-#: a row of a result. The tables are STRICT, so its types are known where it is used.
+@functools.cache
+def _statements() -> dict[str, str]:
+    return {**statements(__package__, "queries.sql"), **ID_SQL}
+
+
+#: a row of a result. The tables are STRICT, so users of a row know its types.
 Row = tuple[Any, ...]
 
 
@@ -59,9 +66,10 @@ def one(connection: apsw.Connection, name: str, *values: object) -> Row | None:
 
 
 def read_blob(connection: apsw.Connection, blob_id: int) -> pa.Buffer | None:
-    """A stored blob, read into memory of Arrow's own; `None` where there is none.
+    """A stored blob, read into Arrow's own memory; `None` if there is none.
 
-    Faster and steadier than a SELECT, which has Python allocate and copy a large object.
+    Faster and more predictable than a SELECT, for which Python allocates and copies a large
+    object.
     """
     try:
         blob = connection.blob_open("main", "blobs", "data", blob_id, False)
@@ -79,7 +87,7 @@ def _bindings(values: tuple[object, ...]) -> Any:
 
 
 def statement_names() -> list[str]:
-    return list(statements(__package__, "queries.sql"))
+    return list(_statements())
 
 
 def migration(number: int) -> str:
@@ -100,16 +108,16 @@ def check_sqlite_version() -> None:
 
 
 @contextlib.contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into ours; the message names the file and the way out."""
+def translate_errors(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into ours; the message names the file and says what to do."""
     try:
         yield
     except apsw.Error as error:
         raise translate(error, path) from error
     except UnicodeDecodeError as error:
         raise errors.LogError(
-            f"{path} is damaged: a text in it is none; `penstock verify` tells what can still be "
-            "read, then restore a backup"
+            f"{path} is damaged: it contains invalid UTF-8; run `penstock verify` to see what can "
+            "still be read, then restore a backup"
         ) from error
 
 
@@ -117,11 +125,11 @@ def translate(error: apsw.Error, path: Path) -> errors.LogError:
     match error:
         case apsw.FullError():
             return errors.LogFullError(
-                f"the disk that holds {path} is full; free some space and try again"
+                f"the disk that holds {path} is full: free some space and try again"
             )
         case apsw.BusyError() | apsw.LockedError():
             return errors.LogBusyError(
-                f"{path} was held by another writer{_writer_of(path)} for too long; try again"
+                f"{path} was locked by another writer{_writer_of(path)} for too long: try again"
             )
         case apsw.ReadOnlyError() | apsw.CantOpenError() | apsw.PermissionsError():
             return errors.LogReadOnlyError(
@@ -132,16 +140,16 @@ def translate(error: apsw.Error, path: Path) -> errors.LogError:
             return errors.LogFormatError(f"{path} is not a Penstock log: {error}")
         case apsw.CorruptError():
             return errors.LogError(
-                f"{path} is damaged: {error}; `penstock verify` tells what can still be read, "
-                "then restore a backup"
+                f"{path} is damaged: {error}; run `penstock verify` to see what can still be "
+                "read, then restore a backup"
             )
         case apsw.IOError():
-            return errors.LogIOError(f"the disk failed under {path}: {error}")
+            return errors.LogIOError(f"I/O error on {path}: {error}")
     return errors.LogError(f"{path}: {error}")
 
 
 def _writer_of(path: Path) -> str:
-    """Which process has the write lock, where the system tells: for the message only."""
+    """Which process has the write lock, if the system tells; used only in the message."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         inode = path.with_name(path.name + "-shm").stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
@@ -180,40 +188,40 @@ def connect(path: Path, vfs: str | None = None, access: Access = "write") -> aps
 
 
 def prepare_file(path: Path, vfs: str | None, create: bool) -> None:
-    """Make the file a log of the present format, or raise why it cannot be one."""
+    """Make the file a log of the current format, or raise the reason why it cannot be one."""
     if not path.exists() or (not create and path.is_file() and not path.stat().st_size):
         _check_creatable(path, create)
     elif path.is_dir():
-        raise errors.LogFormatError(f"{path} is a directory; a log is a file, such as penstock.db")
+        raise errors.LogFormatError(f"{path} is a directory: a log is a file, such as penstock.db")
     deadline = time.monotonic() + OPEN_BUSY_S
-    with translated(path):
+    with translate_errors(path):
         while True:
             try:
                 _bring_up_to_date(path, vfs)
                 return
             except apsw.BusyError:
-                # Two processes that make the file at once may meet where SQLite does not wait.
+                # Two processes creating the file at once may conflict where SQLite does not wait.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(OPEN_PAUSE_S)
 
 
 def reading_access(path: Path, vfs: str | None) -> Access:
-    """How a log can be read by somebody who must not, or cannot, write to it."""
+    """How to read a log without permission or intention to write to it."""
     if not path.is_file():
         _check_creatable(path, create=False)
-    with translated(path):
+    with translate_errors(path):
         try:
             access: Access = "read"
             _check_format(path, vfs, access)
         except (apsw.CantOpenError, apsw.ReadOnlyError):
             if wal_of(path).exists():
                 raise errors.LogReadOnlyError(
-                    f"{path} is in use, or was not closed: what was written last is in "
+                    f"{path} is in use, or was not closed: the latest events are in "
                     f"{wal_of(path).name}, which can be read only with write access to the "
                     "directory; copy both files to a directory of your own"
                 ) from None
-            # Nobody has it open, and no helper file can be made beside it.
+            # Nobody has it open, and no helper file can be created next to it.
             access = "frozen"
             _check_format(path, vfs, access)
     return access
@@ -229,13 +237,13 @@ def _check_format(path: Path, vfs: str | None, access: Access) -> None:
         _check_application(connection, path)
         if found != FORMAT:
             raise errors.LogFormatError(
-                f"{path} has format {found}, and this version of Penstock reads {FORMAT}: open it "
+                f"{path} has format {found}, but this version of Penstock reads {FORMAT}: open it "
                 "once for writing to bring it up to date, or upgrade Penstock"
             )
 
 
 def _bring_up_to_date(path: Path, vfs: str | None) -> None:
-    """Only SQLite ever opens the file: closing it behind SQLite's back would drop its locks."""
+    """Upgrade the file through SQLite only: opening and closing it directly would drop locks."""
     with contextlib.closing(connect(path, vfs)) as connection:
         if _format(connection) == FORMAT:
             _check_application(connection, path)
@@ -250,10 +258,10 @@ def _check_creatable(path: Path, create: bool) -> None:
             "or name another with --log or PENSTOCK_LOG"
         )
     if not path.parent.is_dir():
-        raise errors.LogReadOnlyError(f"the directory {path.parent} does not exist: make it first")
+        raise errors.LogReadOnlyError(f"directory {path.parent} does not exist: create it first")
     if not os.access(path.parent, os.W_OK):
         raise errors.LogReadOnlyError(
-            f"the directory {path.parent} is read-only: a log needs write access to its directory"
+            f"directory {path.parent} is read-only: a log needs write access to its directory"
         )
 
 
@@ -274,15 +282,15 @@ def _migrate(connection: apsw.Connection, path: Path) -> None:
     if found == 0 and tables != (0,):
         _check_application(connection, path)
     if found == 0:
-        # EXTRA syncs the directory too: the journal of these first steps must not come back
-        # after a loss of power and undo what was committed since.
+        # EXTRA syncs the directory too: the journal of these first steps must not reappear
+        # after a power failure and undo what was committed since.
         connection.execute("PRAGMA synchronous = EXTRA").fetchall()
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}").fetchall()
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL").fetchall()
     if found > FORMAT:
         _check_application(connection, path)
         raise errors.LogFormatError(
-            f"{path} has format {found}, and this version of Penstock knows only up to {FORMAT}: "
+            f"{path} has format {found}, but this version of Penstock knows only up to {FORMAT}: "
             "upgrade Penstock to open it"
         )
     if connection.execute("PRAGMA journal_mode = WAL").fetchall() != [("wal",)]:
@@ -303,7 +311,7 @@ def _migrate(connection: apsw.Connection, path: Path) -> None:
 
 
 def upgrade(connection: apsw.Connection, number: int) -> None:
-    """Bring an open transaction from format `number - 1` to `number`."""
+    """Upgrade from format `number - 1` to `number`, in an open transaction."""
     connection.execute(migration(number))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {number}")
@@ -315,10 +323,10 @@ def upgrade(connection: apsw.Connection, number: int) -> None:
 
 
 def check_process(opened_in: int, path: Path) -> None:
-    """Refuse connections that a fork has copied: SQLite's locks do not survive it."""
+    """Refuse connections inherited through a fork, which SQLite's locks do not survive."""
     if os.getpid() != opened_in:
         raise errors.ClosedError(
-            f"the log {path} was opened before this process was forked: "
+            f"log {path} was opened before this process was forked: "
             "open it in the process that uses it"
         )
 
@@ -342,15 +350,15 @@ class ReaderPool:
         self._process = os.getpid()
 
     def restrict(self, access: Access) -> None:
-        """Only read from now on."""
+        """Only allow reading from now on."""
         self._access = access
         self._frozen = _version_of(self.path) if access == "frozen" else None
 
     def _check_frozen(self) -> None:
-        """SQLite takes no locks on a frozen file: it must not change under the reader."""
+        """Raise if a frozen file has changed: SQLite takes no locks on it to prevent that."""
         if self._frozen and (wal_of(self.path).exists() or _version_of(self.path) != self._frozen):
             raise errors.LogBusyError(
-                f"{self.path} was opened read-only, and somebody writes to it now: open it again"
+                f"{self.path} was opened read-only and is now being written to: open it again"
             )
 
     @contextlib.contextmanager
@@ -360,9 +368,9 @@ class ReaderPool:
         self._check_frozen()
         with self._lock:
             if self._closed:
-                raise errors.ClosedError(f"the log {self.path} is closed")
+                raise errors.ClosedError(f"log {self.path} is closed")
             connection = self._idle.pop() if self._idle else None
-        with translated(self.path):
+        with translate_errors(self.path):
             connection = connection or connect(self.path, self._vfs, self._access)
             try:
                 yield connection

@@ -13,7 +13,6 @@ import apsw
 import msgspec
 
 from penstock.errors import (
-    CommitOutcomeUnknownError,
     LogBusyError,
     LogError,
     LogFullError,
@@ -28,22 +27,19 @@ from penstock.log.api import (
     Committed,
     Count,
     Damage,
-    Entry,
     Holder,
     Limits,
     Offsets,
     Part,
     Piece,
     Pin,
-    Progress,
+    Report,
+    TableEntry,
     Upkeep,
 )
 from penstock.log.batch import Batch
-from penstock.log.caretaker import Caretaker
-from penstock.log.checks import check_call, check_limits, may_be_over
-from penstock.log.compose import Composer, EventOptions
-from penstock.log.names import OBJECTS, check_producer
-from penstock.log.objects import (
+from penstock.log.declaring.names import OBJECTS, check_producer
+from penstock.log.declaring.objects import (
     ACKS_ORDER,
     Change,
     Defaults,
@@ -53,23 +49,30 @@ from penstock.log.objects import (
     system_streams,
     to_event,
 )
+from penstock.log.engine.caretaker import Caretaker
+from penstock.log.engine.checks import check_call, check_limits
+from penstock.log.engine.doubts import Doubts, unknown
 from penstock.log.sqlite import connection as sqlite
 from penstock.log.sqlite.check import Verifier, back_up
 from penstock.log.sqlite.committer import Committer, Write
 from penstock.log.sqlite.objects import Changer, Directory, create_system_objects, stream_in
-from penstock.log.sqlite.reading import Reader, Waiter
-from penstock.log.sqlite.tables import Tables, write_pin
-from penstock.log.sqlite.upkeep import Housekeeper
+from penstock.log.sqlite.reading import SqliteReader, Waiter
+from penstock.log.sqlite.tables import SqliteTables, write_pin
+from penstock.log.sqlite.upkeep import SqliteHousekeeper
 from penstock.log.sqlite.writing import (
-    Prepared,
+    SqlitePrepared,
     StreamChangedError,
-    check_holder,
+    look_finally,
     place,
     prepare_part,
     prepare_piece,
+    standing_of,
+    sync,
     write_commit,
     write_stage,
 )
+from penstock.log.writing.compose import Composer, EventOptions
+from penstock.log.writing.fate import ProducerStanding
 from penstock.records.event import JsonValue, microseconds, now_us
 
 T = TypeVar("T")
@@ -79,10 +82,10 @@ UNPIN_MS_MAX = 1_000
 
 
 class SqliteOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the embedded engine, beside the limits.
+    """Options of the embedded engine, besides the limits.
 
-    `upkeep_interval_ms` is how often a process that writes looks after the log; 0 is never. With
-    `read_only` nothing is written, not even beside the file if its directory is read-only.
+    `upkeep_interval_ms` is how often a process that writes carries out upkeep; 0 means never. With
+    `read_only` nothing is written, not even next to the file if its directory is read-only.
     """
 
     upkeep_interval_ms: int = 2_000
@@ -109,17 +112,17 @@ class SqliteLog:
         self._options = options
         self._open = False
         self._pool = sqlite.ReaderPool(path, options.vfs)
-        self._reader = Reader(self._pool)
+        self._reader = SqliteReader(self._pool)
         self._waiter = Waiter(self._pool)
-        self._tables = Tables(self._pool)
+        self._tables = SqliteTables(self._pool)
         self._directory = Directory()
         self._committer = Committer(
             path, options.vfs, self._waiter.tell, read_only=options.read_only
         )
         self._caretaker = Caretaker(options.upkeep_interval_ms / 1000, self._keep_up)
-        self._housekeeper = Housekeeper(self._pool, self._submit_quietly, limits)
+        self._housekeeper = SqliteHousekeeper(self._pool, self._submit_quietly, limits)
         self._composer = Composer("penstock", limits)
-        self._uncertain: set[tuple[str, int]] = set()
+        self._doubts = Doubts()
 
     def open(self) -> Self:
         """Open or create the file. Raises `LogFormatError` and other kinds of `LogError`."""
@@ -227,11 +230,7 @@ class SqliteLog:
         return self._submit(work)
 
     def last_commit(self, producer: str) -> Committed | None:
-        with self._pool.lend() as connection:
-            row = sqlite.one(connection, "producer", producer)
-        if row is None or row[2] is None:
-            return None
-        return msgspec.msgpack.decode(row[2], type=Committed)
+        return self._standing(producer, final=False).committed
 
     def prepare(self, part: Part, options: CommitOptions = CommitOptions()) -> Part:
         ready = self._prepare_part(part, options)
@@ -239,9 +238,9 @@ class SqliteLog:
 
     def _prepare_part(
         self, part: Part, options: CommitOptions, *, staged: bool = False
-    ) -> Prepared:
+    ) -> SqlitePrepared:
         stream = self.stream(part.stream)
-        if isinstance(part.ready, Prepared) and part.ready.stream is stream:
+        if isinstance(part.ready, SqlitePrepared) and part.ready.stream is stream:
             return part.ready
         return prepare_part(stream, part, self._limits, options, staged=staged)
 
@@ -272,52 +271,52 @@ class SqliteLog:
     ) -> Committed:
         check_call(sequence, options)
         check_limits(commit, self._limits)
-        name = (holder.producer, sequence)
         try:
-            done = self._until_steady(lambda: self._commit(holder, sequence, commit, options), name)
-        except CommitOutcomeUnknownError:
-            self._uncertain.add(name)
-            raise
+            done = self._until_steady(
+                lambda: self._commit(holder, sequence, commit, options),
+                f"commit {sequence} of {holder.producer}",
+            )
         except PenstockError as error:
-            last = self.last_commit(holder.producer) if may_be_over(error) else None
-            if last is not None and last.sequence == sequence:
-                self._uncertain.discard(name)
-                return self._repeat(holder, last, options)
-            if name not in self._uncertain:
-                raise
-            if not error.retriable:
-                self._uncertain.discard(name)
-            raise CommitOutcomeUnknownError(
-                f"an earlier try of this commit may have happened, and now {error}"
-            ) from error
-        self._uncertain.discard(name)
+            return self._conclude(holder, sequence, error, options)
+        except BaseException:
+            self._doubts.add(holder, sequence)
+            raise
+        self._doubts.remove(holder, sequence)
         return done
 
-    def _repeat(self, holder: Holder, last: Committed, options: CommitOptions) -> Committed:
-        """The outcome of a commit that has happened, although it could not be prepared again."""
+    def _conclude(
+        self, holder: Holder, sequence: int, error: PenstockError, options: CommitOptions
+    ) -> Committed:
+        done = self._doubts.conclude(
+            holder, sequence, error, lambda final: self._standing(holder.producer, final)
+        )
+        try:
+            self._submit(sync, durable=self._durable([], options))  # as durably as before
+        except PenstockError as failed:
+            self._doubts.add(holder, sequence)
+            raise unknown(failed) from failed
+        return done
 
-        def work(write: Write) -> None:
-            check_holder(write, holder)
-            write.dirty = True  # so that it is synced, as the first time
-
-        self._submit(work, durable=self._durable([], options))
-        return msgspec.structs.replace(last, repeated=True)
+    def _standing(self, producer: str, final: bool) -> ProducerStanding:
+        if final:
+            return self._submit(lambda write: look_finally(write, producer))
+        with self._pool.lend() as connection:
+            return standing_of(sqlite.one(connection, "producer", producer))
 
     def _commit(
         self, holder: Holder, sequence: int, commit: Commit, options: CommitOptions
     ) -> Committed:
         prepared = self._prepare(commit, options)
         failpoint("commit.prepared")
-        progress = dict(commit.progress)
         done = self._submit(
-            lambda write: write_commit(write, holder, sequence, prepared, progress),
+            lambda write: write_commit(write, holder, sequence, prepared, commit),
             durable=self._durable([item.stream for item in prepared], options),
             timeout_ms=options.timeout_ms,
         )
         self._caretaker.start()
         return done
 
-    def _prepare(self, commit: Commit, options: CommitOptions) -> list[Prepared]:
+    def _prepare(self, commit: Commit, options: CommitOptions) -> list[SqlitePrepared]:
         prepared = [self._prepare_part(part, options) for part in commit.parts]
         if commit.pieces:
             with self._pool.lend() as connection:
@@ -328,7 +327,7 @@ class SqliteLog:
 
     @staticmethod
     def _durable(streams: Sequence[Stream], options: CommitOptions) -> bool:
-        """Whether COMMIT must wait for the disk: unless everything asks only for `write`."""
+        """Whether COMMIT must wait for the disk: unless `write` suffices for all streams."""
         if options.acks is not None:
             return ACKS_ORDER[options.acks] > 0
         return not streams or any(ACKS_ORDER[stream.spec.acks] > 0 for stream in streams)
@@ -363,6 +362,10 @@ class SqliteLog:
         del stream, partition  # offsets have no gaps here
         return start + rows
 
+    def retreat(self, stream: str, partition: int, end: int, rows: int) -> int:
+        del stream, partition
+        return max(0, end - rows)
+
     def count(self, stream: str, partition: int, start: int, end: int) -> Count:
         del stream, partition
         return Count(max(0, end - start))
@@ -372,32 +375,33 @@ class SqliteLog:
     ) -> Iterator[Batch]:
         return self._reader.read(self.stream(stream), partition, start, end)
 
-    def wait(self, stream: str, positions: Mapping[int, int], timeout_s: float) -> bool:
-        return self._waiter.wait(self.stream(stream), positions, timeout_s)
+    def wait(self, places: Mapping[str, Mapping[int, int]], timeout_s: float) -> bool:
+        found = [(self.stream(name), wanted) for name, wanted in places.items()]
+        return self._waiter.wait(found, timeout_s)
 
     # Tables
 
     def get(
         self, stream: str, keys: Sequence[bytes], at: Pin | None = None, *, settled: bool = False
-    ) -> list[Entry | None]:
-        del settled  # a commit is seen by everybody as soon as it is one
+    ) -> list[TableEntry | None]:
+        del settled  # a commit is visible to everyone immediately
         return self._tables.get(self.stream(stream), keys, at)
 
     def page(
         self, stream: str, after: bytes | None = None, limit: int = 100, at: Pin | None = None
-    ) -> list[Entry]:
+    ) -> list[TableEntry]:
         return self._tables.page(self.stream(stream), after, limit, at, self._limits.page_rows_max)
 
-    def snapshot(self, stream: str) -> Iterator[list[Entry]]:
+    def snapshot(self, stream: str) -> Iterator[list[TableEntry]]:
         return self._tables.snapshot(self.stream(stream))
 
     def pin(self, duration_s: float = 600.0) -> Pin:
         if not 0 < duration_s <= PIN_S_MAX:
-            raise UsageError(f"a pin lasts up to {PIN_S_MAX} seconds, not {duration_s}")
+            raise UsageError(f"a pin can last up to {PIN_S_MAX:.0f} seconds, not {duration_s}")
         return self._submit(lambda write: write_pin(write, duration_s), durable=False)
 
     def unpin(self, pin: Pin) -> None:
-        # It ends by itself: nobody's work is to fail because it could not be given back early.
+        # A pin expires by itself: nothing must fail because it could not be released early.
         with contextlib.suppress(LogBusyError, LogFullError, LogIOError):
             self._submit(
                 lambda write: write.run("delete_pin", int(pin.token)),
@@ -411,7 +415,7 @@ class SqliteLog:
         return self._housekeeper.round(self.streams())
 
     def _keep_up(self) -> None:
-        """A round in the background, unless another process did one just now."""
+        """Run a round in the background, unless another process has just done one."""
         values = {
             "now": now_us(),
             "interval": self._options.upkeep_interval_ms * 1000 // 2,
@@ -426,10 +430,10 @@ class SqliteLog:
         if self._submit_quietly(claim):
             self.maintain()
 
-    def verify(self, progress: Progress | None = None) -> Iterator[Damage]:
+    def verify(self, progress: Report | None = None) -> Iterator[Damage]:
         return Verifier(self._pool, progress).run(self._directory)
 
-    def backup(self, target: Path, progress: Progress | None = None) -> None:
+    def backup(self, target: Path, progress: Report | None = None) -> None:
         back_up(self._pool, target, progress)
 
     def facts(self) -> dict[str, JsonValue]:

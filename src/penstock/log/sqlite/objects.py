@@ -10,9 +10,9 @@ import msgspec
 from penstock.errors import LogError
 from penstock.failpoints import failpoint
 from penstock.log.batch import checksum
-from penstock.log.changes import Resolved, must_exist, resolve, resolve_new
-from penstock.log.names import DEFAULT, SYSTEM, StreamName, parse_stream
-from penstock.log.objects import (
+from penstock.log.declaring.changes import Resolved, must_exist, resolve, resolve_new
+from penstock.log.declaring.names import DEFAULT, SYSTEM, StreamName, parse_stream
+from penstock.log.declaring.objects import (
     Change,
     CreateNamespace,
     CreateStream,
@@ -129,29 +129,29 @@ class Changer:
             told(change, resolved.before)
 
     def _carry_out(self, resolved: Resolved) -> None:
-        match resolved.change:
-            case CreateNamespace(name=name):
-                self._write.run("insert_namespace", name, self._write.time_us)
-            case DropNamespace(name=name):
-                self._write.run("delete_namespace", name)
-            case CreateStream():
-                self._create_stream(resolved)
-            case DropStream():
-                assert resolved.before is not None  # noqa: S101  it exists
-                self._drop_stream(resolved.before)
-            case _:
-                assert resolved.before is not None  # noqa: S101  it exists
-                self._change_stream(resolved, resolved.before)
+        match resolved:
+            case Resolved(change=CreateNamespace(name=namespace)):
+                self._write.run("insert_namespace", namespace, self._write.time_us)
+            case Resolved(change=DropNamespace(name=namespace)):
+                self._write.run("delete_namespace", namespace)
+            case Resolved(change=CreateStream(), name=StreamName() as name):
+                self._create_stream(resolved, name)
+            case Resolved(change=DropStream(), before=Stream() as before):
+                self._drop_stream(before)
+            case Resolved(before=Stream() as before):
+                self._change_stream(resolved, before)
 
     def create_system_stream(self, spec: StreamSpec) -> None:
-        self._create_stream(resolve_new(self, spec, self._defaults, self._partitions_max))
+        self._carry_out(resolve_new(self, spec, self._defaults, self._partitions_max))
 
-    def _create_stream(self, resolved: Resolved) -> None:
-        assert resolved.name is not None  # noqa: S101  a stream has one
+    def _create_stream(self, resolved: Resolved, name: StreamName) -> None:
         stream_id = self._write.insert(
-            "insert_stream", *resolved.name, _json(resolved.spec), _json(resolved.grown),
+            "insert_stream",
+            *name,
+            _json(resolved.spec),
+            _json(resolved.grown),
             self._write.time_us,
-        )  # fmt: skip
+        )
         for record in resolved.records:
             self._write.run("insert_record", stream_id, 1, _json(record))
         for partition in range(resolved.partitions):

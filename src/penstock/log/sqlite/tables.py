@@ -1,4 +1,4 @@
-"""Tables of the embedded log: entries now, entries as of a pin, pages and snapshots."""
+"""Tables of the embedded log: current entries, entries as of a pin, pages and snapshots."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 import apsw
 
 from penstock.errors import LimitError, PinExpiredError
-from penstock.log.api import Entry, Pin
-from penstock.log.objects import Stream
+from penstock.log.api import Pin, TableEntry
+from penstock.log.declaring.objects import Stream
+from penstock.log.reading.table import check_table
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import ReaderPool, many, one
-from penstock.log.table import check_table
 from penstock.records.event import from_microseconds, now_us
 
 SNAPSHOT_ROWS = 4096
 
 
-class Tables:
+class SqliteTables:
     """Reads entries. Every call is one read transaction, so it sees one moment."""
 
     def __init__(self, pool: ReaderPool) -> None:
         self._pool = pool
 
-    def get(self, stream: Stream, keys: Sequence[bytes], at: Pin | None) -> list[Entry | None]:
+    def get(self, stream: Stream, keys: Sequence[bytes], at: Pin | None) -> list[TableEntry | None]:
         check_table(stream)
         with self._pool.lend() as connection:
             connection.execute("BEGIN")
@@ -34,10 +34,12 @@ class Tables:
 
     def page(
         self, stream: Stream, after: bytes | None, limit: int, at: Pin | None, limit_max: int
-    ) -> list[Entry]:
+    ) -> list[TableEntry]:
         check_table(stream)
         if not 1 <= limit <= limit_max:
-            raise LimitError(f"a page has 1 to {limit_max} entries (page_rows_max), not {limit}")
+            raise LimitError(
+                f"a page can have 1 to {limit_max} entries (page_rows_max), not {limit}"
+            )
         with self._pool.lend() as connection:
             connection.execute("BEGIN")
             commit = None if at is None else pinned_commit(connection, at)
@@ -45,7 +47,7 @@ class Tables:
             connection.execute("COMMIT")
         return rows
 
-    def snapshot(self, stream: Stream) -> Iterator[list[Entry]]:
+    def snapshot(self, stream: Stream) -> Iterator[list[TableEntry]]:
         check_table(stream)
         with self._pool.lend() as connection:
             connection.execute("BEGIN")
@@ -59,41 +61,41 @@ def pinned_commit(connection: apsw.Connection, pin: Pin) -> int:
     row = one(connection, "pin", int(pin.token), now_us())
     if row is None:
         raise PinExpiredError(
-            f"the pin {pin.token} expired at {pin.expires.isoformat()} or was given back: pin again"
+            f"pin {pin.token} expired at {pin.expires.isoformat()} or was released: pin again"
         )
     return int(row[0])
 
 
 def _entries(
     connection: apsw.Connection, stream_id: int, keys: Sequence[bytes], commit: int | None
-) -> dict[bytes, Entry]:
-    # In order of key, as they are stored: neighbours share pages.
+) -> dict[bytes, TableEntry]:
+    # In key order, as they are stored: adjacent entries share pages.
     wanted = tuple(sorted(set(keys)))
     if not wanted:
         return {}
     rows = many(connection, "entries_of", apsw.carray(wanted), stream_id)
     if commit is None:
-        return {key: Entry(key, *rest) for key, _, *rest in rows}
-    found = {key: Entry(key, *rest) for key, since, *rest in rows if since <= commit}
+        return {key: TableEntry(key, *rest) for key, _, *rest in rows}
+    found = {key: TableEntry(key, *rest) for key, since, *rest in rows if since <= commit}
     for key in wanted:
         if key not in found:
             values = {"stream": stream_id, "key": key, "commit": commit}
             old = one(connection, "old_entry", values)
             if old is not None:
-                found[key] = Entry(key, *old)
+                found[key] = TableEntry(key, *old)
     return found
 
 
 def _page(
     connection: apsw.Connection, stream_id: int, after: bytes | None, limit: int, commit: int | None
-) -> list[Entry]:
+) -> list[TableEntry]:
     start = after if after is not None else b""
     if commit is None:
         rows = many(connection, "entries_after", stream_id, start, limit)
     else:
         values = {"stream": stream_id, "after": start, "commit": commit, "limit": limit}
         rows = many(connection, "entries_after_at", values)
-    return [Entry(*row) for row in rows]
+    return [TableEntry(*row) for row in rows]
 
 
 def write_pin(write: Write, duration_s: float) -> Pin:

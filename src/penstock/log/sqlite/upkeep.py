@@ -1,7 +1,7 @@
-"""What keeps an embedded log in shape while it is used: retention, merging, sweeping.
+"""Upkeep of an embedded log while it is in use: retention, merging, sweeping.
 
-Every step is a short write transaction of its own, so writers wait for moments only, and
-readers not at all. Any process may do it; one at a time does.
+Every step is a separate short write transaction, so writers wait only briefly, and readers
+not at all. Any process may do it, but only one at a time does.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import pyarrow as pa
 from penstock.errors import DamagedError
 from penstock.failpoints import failpoint
 from penstock.log.api import Limits, Upkeep
-from penstock.log.batch import Run, checksum, encode_blob, unified
-from penstock.log.objects import Stream
+from penstock.log.batch import CommitRun, checksum, encode_blob, unify_columns
+from penstock.log.declaring.objects import Stream
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import ReaderPool, many
-from penstock.log.sqlite.objects import load_stream
-from penstock.log.sqlite.reading import (
-    Row,
+from penstock.log.sqlite.index import (
+    IndexRow,
     WrongBatchError,
-    checked_row,
+    check_row,
     decode,
+    insert_row,
     read_stored,
     runs_of,
 )
-from penstock.log.sqlite.writing import insert_batch
+from penstock.log.sqlite.objects import load_stream
 from penstock.records.event import now_us
 
 TIER = 16
-"""Batches are merged when this many of one size lie side by side; the result is the next size."""
+"""Batches are merged when this many of one tier are adjacent; the result is the next tier."""
 TIERS = (TIER, TIER**2, TIER**3)
 MERGE_ROWS_MAX = 16_384
 MERGE_BYTES_MAX = 1 << 20
@@ -42,7 +42,7 @@ FREE_PAGES_STEP = 256
 PRODUCER_KEPT_US = 7 * 24 * 3600 * 1_000_000
 
 
-class Housekeeper:
+class SqliteHousekeeper:
     """One round of upkeep; `submit` runs work in a write transaction."""
 
     def __init__(
@@ -98,31 +98,35 @@ class Housekeeper:
     def _merge(self, stream_id: int, partition: int, merged_to: int) -> int:
         with self._pool.lend() as connection:
             found = many(connection, "batches_from", stream_id, partition, merged_to, WINDOW)
-            # After the rows: its record is then as new as any of theirs.
+            # Read after the rows: the stream's record is then at least as new as theirs.
             stream = load_stream(connection, stream_id)
         if stream is None:
             return 0
-        rows = [Row(*row) for row in found]
+        rows = [IndexRow(*row) for row in found]
         while rows and _is_large(rows[0]):
             merged_to = rows.pop(0).next_offset
-        left = TIER if len(found) == WINDOW else 0  # look again soon where there is more
+        left = TIER if len(found) == WINDOW else 0  # look again soon if there is more
         self._submit(
-            lambda write: _changed(write, "merge_looked", left, merged_to, stream_id, partition)
+            lambda write: _count_changes(
+                write, "merge_looked", left, merged_to, stream_id, partition
+            )
         )
         merged = sum(self._merge_run(stream, partition, run) for run in runs_to_merge(rows))
         if not merged and left:
-            # A whole window of batches that do not go together: look further on next time.
+            # A whole window of batches that cannot be merged: look further on next time.
             further = rows[len(rows) // 2].first_offset if rows else merged_to
             self._submit(
-                lambda write: _changed(write, "merge_looked", left, further, stream_id, partition)
+                lambda write: _count_changes(
+                    write, "merge_looked", left, further, stream_id, partition
+                )
             )
         return merged
 
-    def _merge_run(self, stream: Stream, partition: int, rows: Sequence[Row]) -> int:
+    def _merge_run(self, stream: Stream, partition: int, rows: Sequence[IndexRow]) -> int:
         try:
             built = self._build(stream, partition, rows)
         except (WrongBatchError, DamagedError):
-            return 0  # left as it is: verify and readers report it
+            return 0  # left unchanged: verify and readers report it
         if built is None:
             return 0
         failpoint("merge.built")
@@ -131,21 +135,21 @@ class Housekeeper:
         return self._submit(lambda write: _replace(write, stream.id, partition, merged, blob, runs))
 
     def _build(
-        self, stream: Stream, partition: int, rows: Sequence[Row]
+        self, stream: Stream, partition: int, rows: Sequence[IndexRow]
     ) -> tuple[bytes, bytes, int] | None:
-        """The merged blob, its runs, and how many of the rows went into it.
+        """The merged blob, its runs, and how many of the rows it contains.
 
-        Fewer than all where the events, unpacked, would exceed what a batch may hold.
+        These are fewer than all if the events, unpacked, would exceed the limit of a batch.
         """
         stored: list[pa.RecordBatch] = []
-        runs: list[Run] = []
+        runs: list[CommitRun] = []
         size = 0
         for row in rows:
             with self._pool.lend() as connection:
-                checked_row(connection, stream, partition, row)
+                check_row(connection, stream, partition, row)
                 data = read_stored(connection, row)
             if data is None:
-                return None  # somebody else was here
+                return None  # another process was faster
             batch = decode(stream, partition, row, data).explicit()
             size += batch.nbytes
             if size > self._limits.batch_bytes_max:
@@ -154,27 +158,27 @@ class Housekeeper:
             runs += runs_of(row)
         if len(stored) < 2:
             return None
-        whole = pa.concat_batches(unified(stored))
-        return encode_blob(whole, "zstd"), msgspec.msgpack.encode(_joined(runs)), len(stored)
+        whole = pa.concat_batches(unify_columns(stored))
+        return encode_blob(whole, "zstd"), msgspec.msgpack.encode(_join(runs)), len(stored)
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    """Neighbouring runs of one commit as one."""
-    found: list[Run] = []
+def _join(runs: Sequence[CommitRun]) -> list[CommitRun]:
+    """Join adjacent runs of the same commit."""
+    found: list[CommitRun] = []
     for run in runs:
         if not found or found[-1].commit != run.commit:
             found.append(run)
     return found
 
 
-def _is_large(row: Row) -> bool:
+def _is_large(row: IndexRow) -> bool:
     return row.rows >= TIERS[-1] or row.size >= MERGE_BYTES_MAX
 
 
-def runs_to_merge(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Neighbours worth merging: at least `TIER` batches, none larger than their tier.
+def runs_to_merge(rows: Sequence[IndexRow]) -> Iterator[Sequence[IndexRow]]:
+    """Adjacent batches worth merging: at least `TIER`, none larger than their tier.
 
-    Each event is rewritten once per tier at most, so merging costs little in all.
+    Each event is rewritten at most once per tier, so merging costs little overall.
     """
     left = list(rows)
     for most in TIERS:
@@ -184,9 +188,9 @@ def runs_to_merge(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
             left = [row for row in left if row.first_offset not in merged]
 
 
-def _neighbours(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:
-    found: list[Sequence[Row]] = []
-    run: list[Row] = []
+def _neighbours(rows: Sequence[IndexRow], most: int) -> list[Sequence[IndexRow]]:
+    found: list[Sequence[IndexRow]] = []
+    run: list[IndexRow] = []
     for row in rows:
         if row.rows < most and _fits(run, row):
             run.append(row)
@@ -197,7 +201,7 @@ def _neighbours(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:
     return [run for run in found if len(run) >= TIER]
 
 
-def _fits(run: Sequence[Row], row: Row) -> bool:
+def _fits(run: Sequence[IndexRow], row: IndexRow) -> bool:
     if not run:
         return True
     return (
@@ -209,9 +213,9 @@ def _fits(run: Sequence[Row], row: Row) -> bool:
 
 
 def _replace(
-    write: Write, stream_id: int, partition: int, rows: Sequence[Row], blob: bytes, runs: bytes
+    write: Write, stream_id: int, partition: int, rows: Sequence[IndexRow], blob: bytes, runs: bytes
 ) -> int:
-    """Put the merged batch in the place of its parts, unless one of these has changed."""
+    """Replace batches by the merged one, unless one of them has changed."""
     for row in rows:
         found = write.look("batch_before", stream_id, partition, row.first_offset)
         if found != row:
@@ -219,13 +223,19 @@ def _replace(
     for row in rows:
         write.run("delete_batch", stream_id, partition, row.first_offset, row.blob_id)
         write.run("delete_blob", row.blob_id)
-    check = checksum(blob)
     blob_id = write.insert("insert_blob", blob)
     first, last = rows[0], rows[-1]
-    insert_batch(
-        write, (stream_id, partition, first.first_offset), sum(row.rows for row in rows),
-        blob_id, len(blob), check, first.commit_number, last.time_us, runs,
-    )  # fmt: skip
+    row = IndexRow(
+        first.first_offset,
+        sum(row.rows for row in rows),
+        blob_id,
+        len(blob),
+        checksum(blob),
+        first.commit_number,
+        last.time_us,
+        runs,
+    )
+    insert_row(write, stream_id, partition, row)
     change = len(blob) - sum(row.size for row in rows)
     write.run("bytes_changed", change, stream_id, partition)
     failpoint("merge.replaced")
@@ -270,14 +280,14 @@ def _forget(write: Write) -> int:
     oldest = write.look("oldest_pin", now)
     horizon = oldest[0] if oldest and oldest[0] is not None else write.commit_number
     write.run("forget_old_entries", horizon)
-    return _changed(write, "forget_producers", now - PRODUCER_KEPT_US)
+    return _count_changes(write, "forget_producers", now - PRODUCER_KEPT_US)
 
 
 def _forget_ids(write: Write, stream: Stream, before_us: int | None) -> int:
-    """Forget ids that are older than any event that is still there."""
+    """Forget ids that are older than every event that still exists."""
     oldest = write.look("batches_from", stream.id, 0, 0, 1)
-    horizon = runs_of(Row(*oldest))[0].time_us if oldest else before_us
-    return 0 if horizon is None else _changed(write, "forget_ids", stream.id, horizon)
+    horizon = runs_of(IndexRow(*oldest))[0].time_us if oldest else before_us
+    return 0 if horizon is None else _count_changes(write, "forget_ids", stream.id, horizon)
 
 
 def _shrink(write: Write) -> int:
@@ -289,7 +299,7 @@ def _shrink(write: Write) -> int:
     return 0
 
 
-def _changed(write: Write, name: str, *values: object) -> int:
+def _count_changes(write: Write, name: str, *values: object) -> int:
     before = write.connection.total_changes()
     write.run(name, *values)
     return write.connection.total_changes() - before

@@ -1,10 +1,10 @@
-"""Real Apache Kafka brokers on loopback, for tests and for a developer's desk.
+"""Real Apache Kafka brokers on loopback, for tests and for development.
 
     with Brokers(3, folder) as brokers:
         penstock.open(brokers.url)
         brokers.kill(0)
 
-The jars come from Maven once, and are kept in the user's cache folder.
+Maven downloads the jars once; they are kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ LOG_LINES = 15
 
 
 class BrokersError(PenstockError):
-    """A broker could not be had."""
+    """A broker could not be started."""
 
     code = "brokers"
 
 
 def jars() -> Path:
-    """The folder with the jars of a broker; fetched by Maven the first time.
+    """The folder with the jars of a broker; Maven downloads them the first time.
 
-    Raises `BrokersError` that says why they cannot be had.
+    Raises `BrokersError` if they cannot be downloaded.
     """
-    return fetched(POM, "brokers")
+    return fetch(POM, "brokers")
 
 
-def fetched(pom: Path, name: str) -> Path:
+def fetch(pom: Path, name: str) -> Path:
     """The folder with the jars that a `pom.xml` names, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
     folder = cache / f"{name}-{xxhash.xxh3_64_hexdigest(pom.read_bytes())}"
     if folder.is_dir():
         return folder
     if shutil.which("mvn") is None:
-        raise BrokersError("Kafka's jars cannot be fetched: there is no Maven (mvn) here")
+        raise BrokersError("Kafka's jars cannot be downloaded: install Maven (mvn)")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as work:
         shutil.copy(pom, work)
@@ -66,22 +66,24 @@ def fetched(pom: Path, name: str) -> Path:
             )
         except subprocess.TimeoutExpired:
             raise BrokersError(
-                f"Kafka's jars were not fetched within {JARS_S_MAX:.0f} s: is Maven's repository "
-                "reachable?"
+                f"Maven did not download Kafka's jars within {JARS_S_MAX:.0f} s: check that its "
+                "repository is reachable"
             ) from None
         if done.returncode:
             lines = (done.stdout + done.stderr).strip().splitlines()
-            raise BrokersError("Maven did not fetch Kafka's jars:\n" + "\n".join(lines[:LOG_LINES]))
+            raise BrokersError(
+                "Maven could not download Kafka's jars:\n" + "\n".join(lines[:LOG_LINES])
+            )
         if not folder.is_dir():
             (Path(work) / "libs").rename(folder)
     return folder
 
 
 class Brokers:
-    """One broker, or a few that form a cluster, each with a folder of its own.
+    """One broker, or several that form a cluster, each with a folder of its own.
 
-    `protocol` is what clients speak (PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL); `settings` are
-    Kafka's own broker properties and go before ours.
+    `protocol` is the protocol of clients (PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL); `settings`
+    are Kafka's broker properties and override ours.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Brokers:
         self.stop()
 
     def stop(self) -> None:
-        """End all brokers: kindly, and then not."""
+        """Stop all brokers: ask them to end, then kill those that have not."""
         for number in list(self._paused):
             self.resume(number)
         running = [process for process in self._processes if process is not None]
@@ -148,18 +150,18 @@ class Brokers:
         self._processes = [None] * self.count
 
     def kill(self, number: int) -> None:
-        """SIGKILL to one broker."""
+        """Kill one broker with SIGKILL."""
         process = self._running(number)
         process.kill()
         process.wait()
         self._processes[number] = None
 
     def restart(self, number: int) -> None:
-        """Start a broker again that was killed; `wait_ready` waits for it."""
+        """Restart a broker that was killed; `wait_ready` waits for it."""
         self._launch(number)
 
     def pause(self, number: int) -> None:
-        """SIGSTOP: the broker is there and says nothing."""
+        """Suspend a broker with SIGSTOP: it keeps its connections but does not answer."""
         self._running(number).send_signal(signal.SIGSTOP)
         self._paused.add(number)
 
@@ -168,25 +170,25 @@ class Brokers:
         self._paused.discard(number)
 
     def wait_ready(self) -> None:
-        """Wait until every broker that was started answers, or say why one does not."""
+        """Wait until every started broker answers; raises `BrokersError` if one does not."""
         deadline = time.monotonic() + START_S_MAX
         for number, process in enumerate(self._processes):
             while process is not None and not self._answers(number):
                 if process.poll() is not None:
                     raise BrokersError(
-                        f"Kafka broker {number} ended with {process.returncode}:\n"
+                        f"Kafka broker {number} exited with code {process.returncode}:\n"
                         f"{self._last_lines(number)}"
                     )
                 if time.monotonic() > deadline:
                     raise BrokersError(
-                        f"Kafka broker {number} did not come up within {START_S_MAX:.0f} s:\n"
+                        f"Kafka broker {number} did not start within {START_S_MAX:.0f} s:\n"
                         f"{self._last_lines(number)}"
                     )
                 time.sleep(0.05)
 
     def _running(self, number: int) -> subprocess.Popen[bytes]:
         process = self._processes[number]
-        assert process is not None, f"broker {number} does not run"
+        assert process is not None, f"broker {number} is not running"
         return process
 
     def _home(self, number: int) -> Path:
@@ -197,10 +199,10 @@ class Brokers:
 
     def _last_lines(self, number: int) -> str:
         lines = self._log(number).read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_LINES:]) or "(it said nothing)"
+        return "\n".join(lines[-LOG_LINES:]) or "(no output)"
 
     def _answers(self, number: int) -> bool:
-        """Whether it has joined the cluster: its port opens only then."""
+        """Whether it has joined the cluster; its port opens only then."""
         try:
             with socket.create_connection(("127.0.0.1", self._ports[number]), 1.0):
                 return "Kafka Server started" in self._log(number).read_text(errors="replace")
@@ -217,25 +219,35 @@ class Brokers:
         tool = ("kafka.tools.StorageTool", "format", "-t", self._cluster, "-c")
         done = subprocess.run(
             [*self._java(), *tool, str(home / "server.properties")],
-            capture_output=True, text=True, timeout=START_S_MAX, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=START_S_MAX,
+            check=False,
+        )
         if done.returncode:
-            raise BrokersError(f"Kafka's storage was not formatted:\n{done.stdout}{done.stderr}")
+            raise BrokersError(f"cannot format Kafka's storage:\n{done.stdout}{done.stderr}")
 
     def _launch(self, number: int) -> None:
         with self._log(number).open("wb") as out:
             self._processes[number] = subprocess.Popen(
                 [*self._java(), "kafka.Kafka", str(self._home(number) / "server.properties")],
-                stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
 
     @staticmethod
     def _java() -> Sequence[str]:
         return (
-            "java", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto",
+            "java",
+            "-Xmx512m",
+            "-XX:+UseSerialGC",
+            "-XX:TieredStopAtLevel=1",
+            "-Xshare:auto",
             "-Dorg.slf4j.simpleLogger.showDateTime=true",
-            "-cp", f"{jars()}/*",
-        )  # fmt: skip
+            "-cp",
+            f"{jars()}/*",
+        )
 
     def _properties(self, number: int) -> dict[str, str]:
         replicas = str(min(3, self.count))
@@ -273,7 +285,7 @@ class Brokers:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now."""
+    """Loopback ports that are free at the moment."""
     held = [socket.socket() for _ in range(count)]
     try:
         for one in held:

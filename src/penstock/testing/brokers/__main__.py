@@ -12,7 +12,7 @@ from penstock.testing.brokers import Brokers, BrokersError
 
 def main() -> int:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    sys.stdout.write("starting Apache Kafka (the first time, Maven brings it) …\n")
+    sys.stdout.write("starting Apache Kafka (Maven downloads it the first time) …\n")
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="penstock-kafka-") as folder:
         try:
@@ -20,7 +20,7 @@ def main() -> int:
                 sys.stdout.write(
                     f"{brokers.url}\n"
                     f"try: export PENSTOCK_LOG={brokers.url}; penstock stream create orders\n"
-                    "Ctrl-C stops it and removes what it holds\n"
+                    "Ctrl-C stops it and deletes its data\n"
                 )
                 sys.stdout.flush()
                 signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -1,6 +1,6 @@
 """The contract suite: what every engine of the log promises, as tests.
 
-An engine's own test module subclasses `LogContract` and gives it a harness:
+The test module of an engine subclasses `LogContract` and provides a harness:
 
     class TestEmbedded(LogContract):
         engine = "embedded"
@@ -8,14 +8,14 @@ An engine's own test module subclasses `LogContract` and gives it a harness:
         @pytest.fixture
         def harness(self, tmp_path): ...
 
-Where engines differ, `penstock.log.api` says so in words; the tests hold for all of them.
+`penstock.log.api` describes where engines differ; the tests hold for all of them.
 """
 
-from penstock.testing.contract.commits import Commits
-from penstock.testing.contract.events import Events
-from penstock.testing.contract.objects import Objects
-from penstock.testing.contract.reading import Reading
-from penstock.testing.contract.refusals import Refusals
+from penstock.testing.contract.commits import CommitContract
+from penstock.testing.contract.events import EventContract
+from penstock.testing.contract.objects import ObjectContract
+from penstock.testing.contract.reading import ReadingContract
+from penstock.testing.contract.refusals import RefusalContract
 from penstock.testing.contract.setting import (
     Harness,
     Order,
@@ -25,14 +25,26 @@ from penstock.testing.contract.setting import (
     make_part,
     orders,
 )
-from penstock.testing.contract.staging import Staging
-from penstock.testing.contract.tables import Tables
-from penstock.testing.contract.times import Times
-from penstock.testing.contract.upkeep import Upkeep
+from penstock.testing.contract.staging import StagingContract
+from penstock.testing.contract.tables import TableContract
+from penstock.testing.contract.times import TimeContract
+from penstock.testing.contract.transactions import TransactionContract
+from penstock.testing.contract.upkeep import UpkeepContract
 
 
-class LogContract(Reading, Commits, Events, Refusals, Times, Staging, Objects, Tables, Upkeep):
-    """Every promise; subclass it with a `harness` fixture."""
+class LogContract(
+    ReadingContract,
+    CommitContract,
+    TransactionContract,
+    EventContract,
+    RefusalContract,
+    TimeContract,
+    StagingContract,
+    ObjectContract,
+    TableContract,
+    UpkeepContract,
+):
+    """All promises; subclass it with a `harness` fixture."""
 
 
 __all__ = [

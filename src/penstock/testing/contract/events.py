@@ -1,4 +1,4 @@
-"""Events: keys, ids, envelopes and records."""
+"""EventContract: keys, ids, envelopes and records."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.log.api import Commit, Log, Part
-from penstock.log.compose import Composer, EventOptions
-from penstock.log.objects import (
+from penstock.log.declaring.objects import (
     AlterStream,
     CreateStream,
     GrowStream,
     declare,
 )
-from penstock.log.read import read_events
-from penstock.log.table import Table
-from penstock.log.transaction import Transaction
+from penstock.log.reading.read import read_events
+from penstock.log.reading.table import Table
+from penstock.log.writing.compose import Composer, EventOptions
+from penstock.log.writing.transaction import Transaction
 from penstock.producer import Producer, ProducerOptions
 from penstock.records.event import Event
 from penstock.records.schema import Record
@@ -70,7 +70,7 @@ class New(Record):
     note: str | None
 
 
-class Events(OnEngine):
+class EventContract(OnEngine):
     # Promise 7: keys and partitions
 
     @pytest.mark.row("H14")
@@ -152,8 +152,13 @@ class Events(OnEngine):
             for n in (1, 2, 3, 4, 5, 6):
                 tx.send("s", Order("b", n), id=n)
         assert [(e.id, e.data.user) for e in orders(log, "s")] == [
-            ("5", "a"), ("1", "a"), ("3", "a"), ("2", "a"), ("4", "b"), ("6", "b"),
-        ]  # fmt: skip
+            ("5", "a"),
+            ("1", "a"),
+            ("3", "a"),
+            ("2", "a"),
+            ("4", "b"),
+            ("6", "b"),
+        ]
 
     @pytest.mark.row("H15")
     def test_ids_may_be_text_and_repeat_within_a_commit(self, log: Log) -> None:
@@ -221,16 +226,28 @@ class Events(OnEngine):
         at = dt.datetime(2020, 2, 3, 4, 5, 6, 789, tzinfo=dt.UTC)
         with Producer(log, ProducerOptions(client_id="tests/one")) as producer:
             producer.send(
-                "s", Order("a", 1), key="k", id="my-id", time=at, type="order.placed",
+                "s",
+                Order("a", 1),
+                key="k",
+                id="my-id",
+                time=at,
+                type="order.placed",
                 headers={"traceparent": "00-abc"},
-            ).result()  # fmt: skip
+            ).result()
             producer.send("s", Order("b", 2)).result()
         first, second = orders(log, "s")
         assert first == Event(
-            data=Order("a", 1), key=b"k", id="my-id", time=at, type="order.placed",
-            source="tests/one", headers={"traceparent": "00-abc"}, stream="s", partition=0,
+            data=Order("a", 1),
+            key=b"k",
+            id="my-id",
+            time=at,
+            type="order.placed",
+            source="tests/one",
+            headers={"traceparent": "00-abc"},
+            stream="s",
+            partition=0,
             offset=first.offset,
-        )  # fmt: skip
+        )
         assert (second.key, second.type, second.source) == (None, "Order", "tests/one")
         assert abs(second.time - dt.datetime.now(dt.UTC)) < dt.timedelta(minutes=5)
 
@@ -249,8 +266,10 @@ class Events(OnEngine):
             tx.send("s", Order("b", 2, "x"))
             tx.send("s", Old("c", 3))
         assert [e.data for e in orders(log, "s")] == [
-            Order("a", 1), Order("b", 2, "x"), Order("c", 3),
-        ]  # fmt: skip
+            Order("a", 1),
+            Order("b", 2, "x"),
+            Order("c", 3),
+        ]
         assert Table(log, "s", Order).get("a") == Order("a", 1)
         assert Table(log, "s", Order).get("b") == Order("b", 2, "x")
         assert len(log.stream("s").records) == 2
@@ -305,12 +324,13 @@ class Events(OnEngine):
         with Transaction(log, "p") as tx:
             tx.append("j", pa.table({"data": ['{"k": "a"}', '{"k": 7}']}))
             tx.append("t", pa.table({"data": ["1", "2"], "_key": ["a", "b"]}))
-            with pytest.raises(RecordError, match="row 1 is no object with the field 'k'"):
+            with pytest.raises(RecordError, match="row 1 is not an object with a field 'k'"):
                 tx.append("j", pa.table({"data": ['{"k": "a"}', "[]"]}))
         assert [e.key for e in read_events(log, "j")] == [b"a", b"7"]
         with Transaction(log, "p") as tx:
-            tx.append("t", pa.table({"data": [None, "3"], "_key": ["a", "c"],
-                                     "_deleted": [True, False]}))  # fmt: skip
+            tx.append(
+                "t", pa.table({"data": [None, "3"], "_key": ["a", "c"], "_deleted": [True, False]})
+            )
         assert dict(Table(log, "t").items()) == {b"b": 2, b"c": 3}
 
     def test_an_older_entry_is_read_with_a_newer_class(self, log: Log) -> None:
@@ -322,7 +342,7 @@ class Events(OnEngine):
         assert Table(log, "t", New).get("k") == wanted
 
     def test_upkeep_keeps_what_a_newer_record_added(self, log: Log) -> None:
-        """Also where events were staged under the older record, and committed under the newer."""
+        """Even if events were staged under the older record and committed under the newer one."""
         log.apply([CreateStream(declare("s", Plain))])
         holder = log.hold("p")
         composer = Composer("tests", log.limits)
@@ -345,8 +365,10 @@ class Events(OnEngine):
         with Transaction(log, "p") as tx:
             tx.append("t", pa.table({"user": ["a", "b"], "amount": [1, 2]}))
             changes = {
-                "user": pa.array([None, "c"]), "amount": pa.array([None, 3], pa.int64()),
-                "_key": ["a", None], "_deleted": [True, False],
-            }  # fmt: skip
+                "user": pa.array([None, "c"]),
+                "amount": pa.array([None, 3], pa.int64()),
+                "_key": ["a", None],
+                "_deleted": [True, False],
+            }
             tx.append("t", pa.table(changes))
         assert dict(Table(log, "t", Order).items()) == {b"b": Order("b", 2), b"c": Order("c", 3)}

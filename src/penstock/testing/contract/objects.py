@@ -1,4 +1,4 @@
-"""Namespaces and streams: declared, changed, dropped, and noted as events."""
+"""Namespaces and streams: declared, changed, dropped, and recorded as events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.log.api import Commit, Log, Part
-from penstock.log.objects import (
+from penstock.log.declaring.objects import (
     AlterStream,
     CreateNamespace,
     CreateStream,
@@ -30,7 +30,7 @@ from penstock.log.objects import (
     StreamSpec,
     declare,
 )
-from penstock.log.read import read_events
+from penstock.log.reading.read import read_events
 from penstock.producer import Producer
 from penstock.records.schema import Field, Record, Scalar, Schema
 from penstock.testing.contract.setting import (
@@ -48,8 +48,8 @@ class Timed(Record):
     at: dt.datetime
 
 
-class Objects(OnEngine):
-    # Objects
+class ObjectContract(OnEngine):
+    # ObjectContract
 
     @pytest.mark.row("H5")
     def test_namespaces(self, log: Log) -> None:
@@ -60,7 +60,7 @@ class Objects(OnEngine):
             log.stream("orders")
         with pytest.raises(ObjectExistsError):
             log.apply([CreateNamespace("shop")])
-        with pytest.raises(UsageError, match="still holds orders"):
+        with pytest.raises(UsageError, match="still contains orders"):
             log.apply([DropNamespace("shop")])
         log.apply([DropStream("shop.orders"), DropNamespace("shop")])
         assert log.namespaces() == ["_system", "default"]
@@ -147,9 +147,13 @@ class Objects(OnEngine):
             log.apply([CreateStream(declare("t")), DropStream("unknown")])
         found = [e.data for e in read_events(log, "_system.objects")]
         assert [getattr(change, "action", "") for change in found] == [
-            "create namespace", "create stream", "grow stream", "alter stream", "drop stream",
+            "create namespace",
+            "create stream",
+            "grow stream",
+            "alter stream",
+            "drop stream",
             "drop namespace",
-        ]  # fmt: skip
+        ]
         assert [str(s.name) for s in log.streams()] == ["_system.metrics", "_system.objects"]
 
     def test_changes_are_applied_as_one(self, log: Log) -> None:
@@ -183,16 +187,17 @@ class Objects(OnEngine):
             lambda: log.commit(holder, 0, Commit(parts=[part])),
             lambda: log.stage(holder, 0, part),
         ):
-            with pytest.raises(RecordError, match="created anew"):
+            with pytest.raises(RecordError, match="created again"):
                 attempt()
         assert list(read_events(log, "s")) == []
 
     def test_a_stream_may_be_made_anew_in_one_change(self, harness: Harness, log: Log) -> None:
-        """Then it is empty for everybody at once, and takes what is written to it."""
+        """It is then empty for everyone at once, and accepts what is written to it."""
         kinds: dict[str, dict[str, object]] = {
-            "plain": {"partitions": 3}, "table": {"table": True},
+            "plain": {"partitions": 3},
+            "table": {"table": True},
             "unique": {"ids": "producer", "key": None},
-        }  # fmt: skip
+        }
         for name, settings in kinds.items():
             create(log, name, **settings)  # type: ignore[arg-type]
         with harness.open() as other:

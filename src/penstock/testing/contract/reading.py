@@ -1,4 +1,4 @@
-"""Reading: order, places to start, following, and batches of Arrow."""
+"""ReadingContract: order, where reading starts, following, and Arrow batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 from penstock.errors import UnknownObjectError, UsageError
 from penstock.log.api import Count, Log
-from penstock.log.objects import (
+from penstock.log.declaring.objects import (
     DropStream,
     GrowStream,
 )
-from penstock.log.read import count_from, read_batches
-from penstock.log.transaction import Transaction
+from penstock.log.reading.read import ReadOptions, count_from, read_batches, span_of
+from penstock.log.writing.transaction import Transaction
 from penstock.producer import Producer
 from penstock.testing.contract.setting import (
     Harness,
@@ -32,7 +32,7 @@ from penstock.testing.contract.setting import (
 )
 
 
-class Reading(OnEngine):
+class ReadingContract(OnEngine):
     # Promise 1: order
 
     def test_offsets_grow_and_every_event_is_read_once_in_order(self, log: Log) -> None:
@@ -79,7 +79,7 @@ class Reading(OnEngine):
             assert amounts == list(range(first, last))
 
     def test_events_are_counted_by_whoever_knows_its_offsets(self, log: Log) -> None:
-        """A batch ends where the engine says; a count is right, or says that it is the most."""
+        """A batch ends where the engine says; a count is exact, or marked as an upper bound."""
         create(log, "s")
         holder = log.hold("p")
         for sequence in range(5):
@@ -102,6 +102,26 @@ class Reading(OnEngine):
         assert seen == list(range(50))
         assert log.count("s", 0, offsets.next, offsets.next) == Count(0)
         assert count_from(log, "s", {}).events >= 50
+
+    @pytest.mark.parametrize("last", [1, 5, 30])
+    def test_the_last_events_are_as_many_as_were_asked_for(self, log: Log, last: int) -> None:
+        """However many offsets lie between them: on Kafka, each commit takes up an offset."""
+        create(log, "s", partitions=2)
+        holder = log.hold("p")
+        for sequence in range(20):
+            commit_as(log, holder, sequence, "s", [sequence])
+        span = span_of(log, "s", ReadOptions(), last=last)
+        found = [
+            (batch.partition, offset)
+            for batch in read_batches(log, "s", ReadOptions(), span)
+            for offset in batch.offsets().to_pylist()
+        ]
+        assert len(found) == min(last, 20)
+        for partition in (0, 1):  # append times may be equal in both
+            mine = [offset for at, offset in found if at == partition]
+            there = [e.offset for e in orders(log, "s", partitions=[partition])]
+            assert mine == there[len(there) - len(mine) :]
+        assert log.retreat("s", 0, 3, 100) == 0
 
     def test_reading_starts_at_a_time_of_append(self, log: Log) -> None:
         create(log, "s")
@@ -167,10 +187,23 @@ class Reading(OnEngine):
 
     def test_waiting_ends_at_its_timeout(self, log: Log) -> None:
         create(log, "s")
-        assert log.wait("s", {0: 0}, 0.05) is False
+        assert log.wait({"s": {0: 0}}, 0.05) is False
         commit(log, "p", 0, "s", [1])
-        assert log.wait("s", {0: 0}, 5) is True
-        assert log.wait("s", {0: log.offsets("s")[0].next}, 0.05) is False
+        assert log.wait({"s": {0: 0}}, 5) is True
+        assert log.wait({"s": {0: log.offsets("s")[0].next}}, 0.05) is False
+
+    def test_several_streams_are_waited_for_at_once(self, log: Log) -> None:
+        create(log, "s")
+        create(log, "other")
+        told: list[bool] = []
+        places = {"s": {0: 0}, "other": {0: 0}}
+        thread = threading.Thread(target=lambda: told.append(log.wait(places, 60)))
+        thread.start()
+        thread.join(0.2)
+        commit(log, "p", 0, "other", [1])
+        thread.join(30)
+        assert told == [True]
+        assert log.wait({"s": {0: 0}, "other": {0: log.offsets("other")[0].next}}, 0.05) is False
 
     def test_who_goes_on_waiting_is_told_after_another_one_has_left(
         self, harness: Harness, log: Log
@@ -178,8 +211,8 @@ class Reading(OnEngine):
         create(log, "s")
         create(log, "other")
         told: list[bool] = []
-        first = threading.Thread(target=log.wait, args=("other", {0: 0}, 0.6))
-        second = threading.Thread(target=lambda: told.append(log.wait("s", {0: 0}, 60)))
+        first = threading.Thread(target=log.wait, args=({"other": {0: 0}}, 0.6))
+        second = threading.Thread(target=lambda: told.append(log.wait({"s": {0: 0}}, 60)))
         first.start()
         first.join(0.2)
         second.start()
@@ -203,9 +236,18 @@ class Reading(OnEngine):
             whole = pa.Table.from_batches(columns)
             assert whole["amount"].to_pylist() == list(range(5500))
             assert whole.schema.names == [
-                "user", "amount", "note", "_key", "_time", "_id", "_type", "_source",
-                "_headers", "_partition", "_offset",
-            ]  # fmt: skip
+                "user",
+                "amount",
+                "note",
+                "_key",
+                "_time",
+                "_id",
+                "_type",
+                "_source",
+                "_headers",
+                "_partition",
+                "_offset",
+            ]
             assert len(set(whole["_id"].to_pylist())) == 5500
             some = batches[0].to_arrow(["_offset", "amount"])
             assert some.schema.names == ["_offset", "amount"]
@@ -241,7 +283,7 @@ class Reading(OnEngine):
             homes = {producer.send("s", Order(f"u{n}", n)).result().partition for n in range(20)}
         assert homes == {0, 1}
         there = log.offsets("s")
-        assert log.wait("s", {0: there[0].next}, 0.05) is False
+        assert log.wait({"s": {0: there[0].next}}, 0.05) is False
 
     def test_a_slice_knows_its_commits(self, log: Log) -> None:
         create(log, "s")
@@ -266,5 +308,5 @@ class Reading(OnEngine):
         log.apply([DropStream("s")])
         create(log, "s")
         commit_as(log, holder, 1, "s", range(7))
-        with pytest.raises(UnknownObjectError, match="created anew"):
+        with pytest.raises(UnknownObjectError, match="created again"):
             next(events)

@@ -1,4 +1,4 @@
-"""What is wrong with an event or with columns is refused, and nothing of it is written."""
+"""Invalid events and columns are refused, and nothing of them is written."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.log.api import Log
-from penstock.log.objects import (
+from penstock.log.declaring.objects import (
     CreateStream,
+    DropStream,
     declare,
 )
-from penstock.log.read import read_events
-from penstock.log.transaction import Transaction
+from penstock.log.reading.read import read_events
+from penstock.log.writing.transaction import Transaction
 from penstock.producer import Producer, ProducerOptions
 from penstock.records.documents import JSON_DEPTH_MAX
 from penstock.records.schema import Record
@@ -42,20 +43,20 @@ class Lists(Record):
     numbers: list[int]
 
 
-class Counts(Record):
+class Numbers(Record):
     counts: dict[str, int]
 
 
-class Refusals(OnEngine):
+class RefusalContract(OnEngine):
     def test_what_comes_from_a_field_is_not_given_a_second_time(self, log: Log) -> None:
         log.apply([CreateStream(declare("s", Dated, key="user", time="at"))])
         now = dt.datetime.now(dt.UTC)
         with Transaction(log, "p") as tx:
             for options in ({"key": "b"}, {"time": now}):
-                with pytest.raises(UsageError, match="leave the"):
+                with pytest.raises(UsageError, match="leave out the"):
                     tx.send("s", Dated("a", now), **options)
             columns = {"user": ["a"], "at": [now]}
-            with pytest.raises(UsageError, match="leave the column _key out"):
+            with pytest.raises(UsageError, match="leave out column _key"):
                 tx.append("s", pa.table({**columns, "_key": ["b"]}))
             tx.send("s", Dated("a", now))
         (event,) = read_events(log, "s")
@@ -146,7 +147,7 @@ class Refusals(OnEngine):
             assert good.result().offset == 0
 
     def test_columns_that_could_not_be_read_again_are_refused(self, log: Log) -> None:
-        log.apply([CreateStream(declare("m", Counts)), CreateStream(declare("j"))])
+        log.apply([CreateStream(declare("m", Numbers)), CreateStream(declare("j"))])
         create(log, "s")
         create(log, "t", table=True)
         broken = pa.Array.from_buffers(
@@ -168,7 +169,7 @@ class Refusals(OnEngine):
                 with pytest.raises(UsageError):
                     tx.append(stream, pa.table(columns))
             double = pa.table([["u"], [1], ["x"], ["y"]], names=["user", "amount", "note", "note"])
-            with pytest.raises(RecordError, match="several columns note"):
+            with pytest.raises(RecordError, match="column note occurs more than once"):
                 tx.append("s", double)
         for stream in ("s", "j", "m", "t"):
             assert list(read_events(log, stream)) == []
@@ -231,3 +232,19 @@ class Refusals(OnEngine):
                         wrong()
             for stream in ("s", "t", "u", "j", "l"):
                 assert list(read_events(log, stream)) == []
+
+    @pytest.mark.row("H14")
+    def test_one_refused_event_does_not_take_others_with_it(self, log: Log) -> None:
+        create(log, "s")
+        create(log, "gone")
+        with Producer(log, ProducerOptions(batch_delay_ms=300)) as producer:
+            kept = [producer.send("s", Order("a", n)) for n in range(3)]
+            lost = producer.send("gone", Order("a", 9))
+            kept += [producer.send("s", Order("a", n)) for n in range(3, 6)]
+            log.apply([DropStream("gone")])
+            producer.flush()
+            offsets = [future.result().offset for future in kept]
+            assert offsets == [event.offset for event in orders(log, "s")]
+            with pytest.raises(UnknownObjectError):
+                lost.result()
+            producer.send("s", Order("a", 6)).result()

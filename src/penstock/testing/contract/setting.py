@@ -1,4 +1,4 @@
-"""What the tests of the contract share: a record, a harness, and short ways to say things."""
+"""What the tests of the contract share: a record, a harness, and short helper functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any, ClassVar, Protocol, cast
 
 import pytest
 
+from penstock import failpoints
+from penstock.errors import CommitOutcomeUnknownError
 from penstock.log.api import Commit, Committed, Holder, Log, Part
-from penstock.log.compose import Composer, EventOptions
-from penstock.log.objects import (
+from penstock.log.declaring.objects import (
     CreateStream,
     declare,
 )
-from penstock.log.read import ReadOptions, read_changes
+from penstock.log.reading.read import ReadOptions, read_changes
+from penstock.log.writing.compose import Composer, EventOptions
 from penstock.records.event import Event, ids_of
 from penstock.records.schema import Record
 
@@ -31,20 +33,20 @@ class Harness(Protocol):
 
     @property
     def url(self) -> str:
-        """How other processes open it."""
+        """The URL with which other processes open the log."""
 
     def open(self, **options: str | int | bool) -> Log:
-        """Another handle on the same log; the first one makes it."""
+        """Another handle to the same log; the first one creates it."""
 
 
 class OnEngine:
-    """Tests of one engine: a subclass gives the `harness`."""
+    """Tests of one engine; a subclass provides the `harness`."""
 
     engine: ClassVar[str] = "any"
     moments_s: ClassVar[float] = 0.0
-    """How long a commit may take to show in all its partitions; promise 2 says where it may."""
+    """How long a commit may take to become visible in all its partitions; see promise 2."""
     producers_kept_us: ClassVar[str] = ""
-    """The constant that says how long an ephemeral producer is remembered, by its full name."""
+    """The full name of the constant that says how long an ephemeral producer is remembered."""
 
     @pytest.fixture
     def harness(self) -> Harness:
@@ -78,6 +80,18 @@ def commit_as(
     return log.commit(holder, sequence, Commit(parts=[make_part(log, stream, amounts)]))
 
 
+def commit_in_doubt(
+    log: Log, holder: Holder, sequence: int, stream: str, amounts: Iterable[int]
+) -> None:
+    """Make a commit whose outcome is unknown."""
+    failpoints.arm("commit.committed", "raise")
+    try:
+        with pytest.raises(CommitOutcomeUnknownError, match="under the same name"):
+            commit_as(log, holder, sequence, stream, amounts)
+    finally:
+        failpoints.disarm()
+
+
 def commit(
     log: Log, producer: str, sequence: int, stream: str, amounts: Iterable[int]
 ) -> Committed:
@@ -85,7 +99,7 @@ def commit(
 
 
 def orders(log: Log, stream: str, **options: Any) -> Iterator[Event[Order]]:
-    """The stream's orders; of a table's changelog too, where data may be `None`."""
+    """The orders of a stream, or of a table's changelog, where data may be `None`."""
     return cast(Iterator[Event[Order]], read_changes(log, stream, Order, ReadOptions(**options)))
 
 

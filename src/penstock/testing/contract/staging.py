@@ -19,7 +19,7 @@ from penstock.testing.contract.setting import (
 )
 
 
-class Staging(OnEngine):
+class StagingContract(OnEngine):
     # Stage, freeze and publish
 
     def test_a_commit_shows_exactly_the_pieces_it_names(self, log: Log) -> None:

@@ -1,7 +1,8 @@
-"""Tables: the latest value per key, now, at a pinned moment, and as a whole."""
+"""TableContract: the latest value per key, now, at a pinned moment, and as a whole."""
 
 from __future__ import annotations
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -11,9 +12,10 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.log.api import Commit, Log
-from penstock.log.read import read_changes, read_events
-from penstock.log.table import Table
-from penstock.log.transaction import Transaction
+from penstock.log.declaring.objects import AlterStream
+from penstock.log.reading.read import read_changes, read_events
+from penstock.log.reading.table import Table
+from penstock.log.writing.transaction import Transaction
 from penstock.testing.contract.setting import (
     Harness,
     OnEngine,
@@ -24,8 +26,8 @@ from penstock.testing.contract.setting import (
 )
 
 
-class Tables(OnEngine):
-    # Tables
+class TableContract(OnEngine):
+    # TableContract
 
     def test_a_table_keeps_the_latest_value_per_key(self, log: Log) -> None:
         create(log, "t", table=True, partitions=2)
@@ -40,14 +42,40 @@ class Tables(OnEngine):
             tx.send("t", None, key="u5")
             tx.send("t", Order("u5", 1, "again"))
         assert table.get_many(["u3", "u4", "u5", "nobody"]) == [
-            None, Order("u4", 99), Order("u5", 1, "again"), None,
-        ]  # fmt: skip
+            None,
+            Order("u4", 99),
+            Order("u5", 1, "again"),
+            None,
+        ]
         keys = [key for key, _ in table.items()]
         assert keys == [f"u{n}".encode() for n in range(10) if n != 3]
         wanted = {e.key: e.data for e in read_changes(log, "t", Order)}
         assert dict(table.items()) == {k: v for k, v in wanted.items() if v is not None}
         with pytest.raises(UsageError, match="read_changes"):
             read_events(log, "t", Order)
+
+    @pytest.mark.row("X8")
+    def test_a_table_is_written_by_its_writer_alone(self, log: Log) -> None:
+        create(log, "t", table=True, writer="group/orders/billing")
+        with Transaction(log, "group/orders/billing") as tx:
+            tx.put("t", "ada", Order("ada", 1))
+        with Transaction(log, "group/orders/billing/part") as tx:
+            tx.put("t", "bob", Order("bob", 2))
+        for other in ("group/orders/billing2", "group/orders", "p"):
+            refused = pytest.raises(UsageError, match="written by group/orders/billing alone")
+            with refused, Transaction(log, other) as tx:
+                tx.put("t", "ada", Order("ada", 3))
+            holder = log.hold(other)
+            with pytest.raises(UsageError, match="alone"):
+                log.stage(holder, 10, make_part(log, "t", [4]))
+        assert Table(log, "t", Order).get("ada") == Order("ada", 1)
+        with pytest.raises(UsageError, match="only a table has a writer"):
+            create(log, "s", writer="app/shop")
+        spec = msgspec.structs.replace(log.stream("t").spec, writer=None)
+        log.apply([AlterStream(spec)])
+        with Transaction(log, "p") as tx:
+            tx.put("t", "ada", Order("ada", 5))
+        assert Table(log, "t", Order).get("ada") == Order("ada", 5)
 
     def test_a_table_is_read_in_pages_in_order_of_key(self, log: Log) -> None:
         create(log, "t", table=True, partitions=3)
@@ -85,16 +113,19 @@ class Tables(OnEngine):
             ]
             assert amounts == [[1, 2, 3, None], [100, None, 3, 5], [200, 300, 3, 5]]
             assert [(k, v.amount) for k, v in table.page(at=pin)] == [
-                (b"u1", 1), (b"u2", 2), (b"u3", 3),
-            ]  # fmt: skip
+                (b"u1", 1),
+                (b"u2", 2),
+                (b"u3", 3),
+            ]
             assert [(k, v.amount) for k, v in table.page(at=second, after="new")] == [
-                (b"u1", 100), (b"u3", 3),
-            ]  # fmt: skip
+                (b"u1", 100),
+                (b"u3", 3),
+            ]
         log.unpin(pin)
         with pytest.raises(PinExpiredError):
             log.get("t", [b"u1"], pin)
         for wrong in (0, -1, 25 * 3600):
-            with pytest.raises(UsageError, match="a pin lasts"):
+            with pytest.raises(UsageError, match="a pin can last"):
                 log.pin(wrong)
         commit(log, "p", 1, "t", [11])
         assert Table(log, "t", Order).get("u1") == Order("u1", 11), "the latest, as before"

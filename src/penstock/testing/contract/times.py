@@ -1,4 +1,4 @@
-"""Times: every one that Python has in UTC can be stored, and no other is let in."""
+"""TimeContract: every time that Python can represent in UTC can be stored, and no other."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from penstock.errors import RecordError
 from penstock.log.api import Log
-from penstock.log.objects import CreateStream, declare
-from penstock.log.read import read_events
-from penstock.log.transaction import Transaction
+from penstock.log.declaring.objects import CreateStream, declare
+from penstock.log.reading.read import read_events
+from penstock.log.writing.transaction import Transaction
 from penstock.producer import Producer
 from penstock.records.arrow import TIME_US_MAX, TIME_US_MIN
 from penstock.records.schema import Record
@@ -29,13 +29,13 @@ class Moment(Record):
 
 
 SOME_TIME = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
-#: fine where they are written, and no times any more in UTC
+#: valid in their own time zone, but out of range in UTC
 LATE = dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=dt.timezone(dt.timedelta(hours=-5)))
 EARLY = dt.datetime(1, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=23)))
 
 
 def moment_columns(us: int) -> dict[str, pa.Array]:
-    """Columns, all fine but for the microseconds given, in whatever column is taken from it."""
+    """Columns that are valid except for the given microseconds, whichever of them is used."""
     at = pa.array([us], pa.int64()).cast(pa.timestamp("us"))
     zoned = at.cast(pa.timestamp("us", "UTC"))
     return {
@@ -48,7 +48,7 @@ def moment_columns(us: int) -> dict[str, pa.Array]:
     }
 
 
-class Times(OnEngine):
+class TimeContract(OnEngine):
     @pytest.mark.parametrize("time", [LATE, EARLY])
     def test_times_that_are_none_in_utc_are_refused(self, log: Log, time: dt.datetime) -> None:
         log.apply([CreateStream(declare("s", Moment))])

@@ -1,4 +1,4 @@
-"""Upkeep: retention, merging and verifying, beside readers and writers."""
+"""UpkeepContract: retention, merging and verification, while others read and write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.testing.contract.setting import (
 from penstock.testing.processes import wait_until
 
 
-class Upkeep(OnEngine):
+class UpkeepContract(OnEngine):
     # Retention
 
     def test_retention_by_time_removes_old_events(self, log: Log) -> None:
@@ -48,7 +48,7 @@ class Upkeep(OnEngine):
         assert again.placements[0].ranges[0][1] >= bounds.next
 
     def test_retention_by_size_keeps_the_newest(self, harness: Harness) -> None:
-        """An engine may keep somewhat more, and take its time."""
+        """An engine may keep somewhat more, and may remove events later."""
         noise = random.Random(1)
         with harness.open(batch_rows_max=100) as log:
             create(log, "s", retention_bytes=1_000_000)
@@ -67,7 +67,7 @@ class Upkeep(OnEngine):
             with pytest.raises(OffsetGoneError):
                 list(log.read("s", 0, 0))
 
-    # Storing what is there in another way
+    # Storing the same events differently
 
     def test_upkeep_changes_nothing_that_a_reader_sees(self, harness: Harness, log: Log) -> None:
         create(log, "s", partitions=2)
@@ -92,7 +92,7 @@ class Upkeep(OnEngine):
         stop = threading.Event()
         errors: list[BaseException] = []
 
-        def guarded(work: Callable[[Log], object]) -> threading.Thread:
+        def run_guarded(work: Callable[[Log], object]) -> threading.Thread:
             def run() -> None:
                 try:
                     with harness.open() as other:
@@ -109,7 +109,7 @@ class Upkeep(OnEngine):
             amounts = [e.data.amount for e in orders(other, "s")]
             assert amounts == list(range(len(amounts)))
 
-        threads = [guarded(read_all), guarded(lambda other: other.maintain())]
+        threads = [run_guarded(read_all), run_guarded(lambda other: other.maintain())]
         holder = log.hold("p")
         for n in range(300):
             commit_as(log, holder, n, "s", [n])
@@ -124,12 +124,16 @@ class Upkeep(OnEngine):
     def test_only_ephemeral_producers_are_forgotten(
         self, log: Log, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A lasting one stays lasting, also when it is opened as an ephemeral one."""
+        """A permanent one stays permanent, even if it is opened as an ephemeral one."""
         create(log, "s")
         for name, *holds in (
-            ("once", True), ("often", True, True), ("kept", False), ("late", True, False),
-            ("early", False, True), ("between", True, False, True),
-        ):  # fmt: skip
+            ("once", True),
+            ("often", True, True),
+            ("kept", False),
+            ("late", True, False),
+            ("early", False, True),
+            ("between", True, False, True),
+        ):
             for ephemeral in holds:
                 holder = log.hold(name, ephemeral=ephemeral)
             commit_as(log, holder, 0, "s", [1])
@@ -153,7 +157,7 @@ class Upkeep(OnEngine):
         with harness.open() as other:
             assert other.maintain().producers_forgotten == 1
         for holder in (idle, fenced):
-            with pytest.raises(FencedError, match=r"not known here .*: open it again"):
+            with pytest.raises(FencedError, match=r"is unknown; .*: open it again"):
                 commit_as(log, holder, 8, "s", [2])
         new = log.hold("once", ephemeral=True)
         for holder in (idle, fenced):

@@ -1,0 +1,1 @@
+"""Running an app: queries, their positions, and who runs them."""

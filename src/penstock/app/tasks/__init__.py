@@ -1,0 +1,1 @@
+"""What a task does with its share of a batch, in whatever process it runs."""

@@ -1,0 +1,1 @@
+"""Penstock and sinks as they listen: sockets around the state."""

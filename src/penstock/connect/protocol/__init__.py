@@ -1,0 +1,1 @@
+"""The connector protocol without I/O: frames, and the state of each side."""

@@ -1,0 +1,1 @@
+"""Pushing into sinks, with two-phase commit."""

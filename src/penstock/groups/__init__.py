@@ -1,0 +1,1 @@
+"""Consumer groups: many members on one stream, messages taken and acknowledged one by one."""

@@ -1,0 +1,1 @@
+"""From stored batches to what readers get."""
