@@ -108,6 +108,8 @@ class Topics:
 
         Raises if the change is not possible, also for Kafka's own reasons.
         """
+        ids = self.ids(draft.gone)
+        self._check_up_to_date(draft, ids)
         since_us = now_us()
         settings = {topic: _differing(resolved) for topic, resolved in draft.changed.items()}
         for topic, resolved in draft.new.items():
@@ -121,7 +123,6 @@ class Topics:
                 self._configure(topic, spec, names, check_only=True)
                 duties[topic] = Configuration(names, since_us)
         self._create(_missing(draft), validate_only=True)
-        ids = self.ids(draft.gone)
         return {**duties, **{topic: Removal(id_, since_us) for topic, id_ in ids.items()}}
 
     def make(self, draft: Draft) -> None:
@@ -143,6 +144,25 @@ class Topics:
         made = self._cluster.collect(f"creating topic {new[0].topic}", asked, _THERE)
         if len(made) < len(new):
             raise TakenError  # another process was faster: look again
+
+    def _check_up_to_date(self, draft: Draft, ids: Mapping[str, str]) -> None:
+        """Look again later if a broker shows what was just removed, or not what was just created.
+
+        Brokers hear of the controller's decisions a moment after they were made.
+        """
+        shown = [topic for topic in draft.new if topic in draft.there]
+        hidden = [topic for topic in draft.gone if topic not in ids]
+        if self._existing([*shown, *hidden]) != set(shown):
+            raise TakenError
+
+    def _existing(self, topics: Sequence[str]) -> set[str]:
+        """Those of these topics that exist, as the controller knows."""
+        if not topics:
+            return set()
+        asked = self._cluster.admin.create_topics(
+            [NewTopic(topic) for topic in topics], validate_only=True
+        )
+        return set(topics) - set(self._cluster.collect(f"looking at {topics[0]}", asked, _THERE))
 
     def _check_unused(self, topic: str, partitions: int, resolved: Resolved) -> None:
         """Raise unless an existing topic can only be the leftover of a process that died."""
@@ -186,9 +206,13 @@ class Topics:
         if isinstance(duty, Configuration):
             if stream is not None:
                 self._configure(topic, stream.spec, duty.settings)
-        elif stream is None and self.ids([topic]).get(topic) == duty.topic_id:
-            asked = self._cluster.admin.delete_topics([topic])
-            self._cluster.collect(f"removing topic {topic}", asked, _MISSING)
+        elif stream is None:
+            found = self.ids([topic])
+            if not found and self._existing([topic]):
+                raise TakenError  # look again when this broker knows it too
+            if found.get(topic) == duty.topic_id:
+                asked = self._cluster.admin.delete_topics([topic])
+                self._cluster.collect(f"removing topic {topic}", asked, _MISSING)
         failpoint("objects.changed")
 
     def find_overlooked(
