@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -39,9 +41,11 @@ from penstock.errors import (
     PieceError,
     UsageError,
 )
+from penstock.log.api import Holder
 from penstock.log.declaring.names import parse_stream
 from penstock.log.kafka.ledger import TOPIC
 from penstock.log.kafka.log import KafkaLog
+from penstock.log.kafka.staging import PARTITIONS
 from penstock.records.event import partition_of
 from penstock.testing.brokers import Brokers
 from penstock.testing.contract import Order, commit_as, create, make_part, orders
@@ -341,3 +345,31 @@ def test_closing_waits_for_nobody_else_s_transaction(
         cluster = cast(KafkaLog, later)._cluster
         assert cluster.ends(places, committed=True) != cluster.ends(places, committed=False)
     other.abort_transaction(30)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_two_processes_sweep_at_once(
+    kafka: KafkaLog, url: str, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """One removes staged events just when the other begins to read them."""
+    create(kafka, "a")
+    for _ in range(3):
+        kafka.stage(kafka.hold("q"), 0, make_part(kafka, "a", [1]))  # each fences the one before
+    pieces = [kafka.stage(kafka.hold("live"), 0, make_part(kafka, "a", [2])) for _ in range(kept)]
+    staged = (kafka._staging.topic, zlib.crc32(b"q") % PARTITIONS)
+    ask, swept = kafka._cluster.firsts, list[int]()
+
+    def firsts(places: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        found = ask(places)
+        if list(places) == [staged] and not swept:  # from now on, what was found is outdated
+            with open_log(url, upkeep_interval_ms=0) as other:
+                other.hold("q")
+                swept.append(other.maintain().pieces_swept)
+        return found
+
+    monkeypatch.setattr(kafka._cluster, "firsts", firsts)
+    kafka.maintain()
+    assert swept == [3]
+    if pieces:
+        kafka.commit(Holder("live", 1), 0, Commit(pieces=pieces))
+        assert [event.data.amount for event in orders(kafka, "a")] == [2]

@@ -110,8 +110,8 @@ class GroupJournal:
         self._number += 1
         self._values.update(self._snapshots)
         self._changed.difference_update(self._snapshots)
-        self._changed.update(slot.place for slot, _ in step.settled)
-        self._changed.update(slot.place for slot in step.armed)
+        self._changed |= {slot.place for slot, _ in step.settled}
+        self._changed |= {slot.place for slot in step.armed}
 
     def compose_end(
         self, windows: Iterable[tuple[GroupPartition, PartitionWindow]], clocks: Clocks

@@ -246,16 +246,17 @@ class GroupReader:
                 now_s, room = Clocks.read().steady_s, self._state.room(place)
                 for row in range(first, last):
                     offset = offsets[row]
-                    if offset in known.done:
+                    is_known = offset < known.end
+                    if is_known and offset in known.done:
                         self._state.skip(place, ends[row])
                         continue
                     if chunk.left == room:
                         self._keep(chunk)
                         return added, True
-                    history = known.history(offset, self._clocks)
+                    history = known.history(offset, self._clocks) if is_known else None
                     slot = self._state.add(place, offset, ends[row], keys[row], now_s, history)
                     slot.payload, slot.row = chunk, row - first
-                    slot.saved = known.deliveries.get(offset)
+                    slot.saved = known.deliveries.get(offset) if is_known else None
                     chunk.left += 1
                     added += 1
                 self._keep(chunk)

@@ -117,33 +117,33 @@ class Ranges:
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._ends: list[int] = []
+        self.ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
-        first = bisect_left(self._ends, start)
+        first = bisect_left(self.ends, start)
         last = bisect_right(self._starts, end)
         if first < last:
             start = min(start, self._starts[first])
-            end = max(end, self._ends[last - 1])
+            end = max(end, self.ends[last - 1])
         self._starts[first:last] = [start]
-        self._ends[first:last] = [end]
+        self.ends[first:last] = [end]
 
     def __contains__(self, number: int) -> bool:
         index = bisect_right(self._starts, number) - 1
-        return index >= 0 and number < self._ends[index]
+        return index >= 0 and number < self.ends[index]
 
     def items(self) -> list[tuple[int, int]]:
-        return list(zip(self._starts, self._ends, strict=True))
+        return list(zip(self._starts, self.ends, strict=True))
 
     @property
     def first_gap(self) -> int:
         """The first number that is not in it."""
-        return self._ends[0] if self._starts and self._starts[0] == 0 else 0
+        return self.ends[0] if self._starts and self._starts[0] == 0 else 0
 
     @property
     def end(self) -> int:
         """No number from here on is in it."""
-        return self._ends[-1] if self._ends else 0
+        return self.ends[-1] if self.ends else 0
 
 
 class UnreadPart(NamedTuple):
@@ -164,8 +164,8 @@ class KnownPartition:
         self.deliveries: dict[int, SavedDelivery] = {}
         self.values = 0
         """How many values its snapshot has."""
-        self._end = 0
-        """Nothing is known of what lies behind this."""
+        self.end = 0
+        """Nothing is known from here on."""
 
     def take_snapshot(self, saved: SavedPartition) -> None:
         """One of the values of its snapshot."""
@@ -184,7 +184,7 @@ class KnownPartition:
             self.done.add(start, end)
         self.deliveries.update((one.offset, one) for one in deliveries)
         offsets = (one.offset + 1 for one in deliveries)
-        self._end = max(self._end, self.done.end, self.dispatched, *offsets)
+        self.end = max(self.end, self.done.end, self.dispatched, *offsets)
 
     def pack(self, number: int) -> list[bytes]:
         """All of it, as it is before step `number`, where nothing of it was read yet."""
@@ -193,7 +193,7 @@ class KnownPartition:
 
     def after(self, offset: int) -> UnreadPart:
         """What is known of a partition from an offset on, where nothing was read yet."""
-        if offset >= self._end:
+        if offset >= self.end:
             return UnreadPart((), (), 0)
         done = [(max(start, offset), end) for start, end in self.done.items() if end > offset]
         deliveries = [one for one in self.deliveries.values() if one.offset >= offset]
@@ -240,7 +240,7 @@ def unpack_ranges(packed: Iterable[int]) -> Iterable[tuple[int, int]]:
 
 def pack_step(number: int, step: GroupStep, clocks: Clocks) -> bytes:
     """A step as it is saved. Notes on each slot what is saved of it."""
-    done: dict[GroupPartition, Ranges] = {}
+    done: dict[GroupPartition, list[tuple[int, int]]] = {}
     deliveries: dict[GroupPartition, list[SavedDelivery]] = {}
     dispatched: dict[GroupPartition, int] = {}
     for slot, outcome in step.settled:
@@ -253,7 +253,7 @@ def pack_step(number: int, step: GroupStep, clocks: Clocks) -> bytes:
             )
             deliveries.setdefault(slot.place, []).append(slot.saved)
         else:
-            done.setdefault(slot.place, Ranges()).add(slot.start, slot.end)
+            done.setdefault(slot.place, []).append((slot.start, slot.end))
     for slot in step.armed:
         if slot.deliveries:
             due_us = clocks.to_us(slot.due_s)
@@ -264,13 +264,26 @@ def pack_step(number: int, step: GroupStep, clocks: Clocks) -> bytes:
     changes = tuple(
         SavedChange(
             *place,
-            pack_ranges(done[place].items() if place in done else ()),
+            pack_ranges(_merge(done.get(place, []))),
             dispatched.get(place),
             tuple(deliveries.get(place, ())),
         )
         for place in sorted({*done, *deliveries, *dispatched})
     )
     return _encoder.encode(SavedStep(number, changes))
+
+
+def _merge(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ranges that do not overlap, in order; those that touch each other as one."""
+    ranges.sort()
+    at, until = ranges[0] if ranges else (0, 0)
+    for start, end in ranges:
+        if start > until:
+            yield at, until
+            at = start
+        until = end
+    if until:
+        yield at, until
 
 
 def _delivery(
@@ -286,6 +299,11 @@ def _delivery(
 
 def cut_step(step: GroupStep, bytes_max: int, letters_max: int) -> Iterator[GroupStep]:
     """A step as several, none of which is too large to be saved. At least one, if it is empty."""
+    has_failed = any(outcome is not None for _, outcome in step.settled)
+    has_more = has_failed or any(slot.deliveries for slot in step.armed)
+    if not has_more and len(step.settled) * RANGE_BYTES <= bytes_max:
+        yield step  # mostly: messages are acknowledged, and new ones follow
+        return
     settled: list[Settlement] = []
     armed: list[Slot] = []
     size = letters = 0

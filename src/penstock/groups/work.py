@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from penstock.errors import (
     ClosedError,
@@ -52,7 +54,7 @@ LOOK_S = 1.0
 """How often a coordinator looks whether its group was paused, or letters replayed to it."""
 
 
-class Handout(NamedTuple):
+class Handout(msgspec.Struct, frozen=True):
     """A message as it was handed out: its slot may be handed out again since."""
 
     slot: Slot

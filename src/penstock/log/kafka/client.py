@@ -83,6 +83,8 @@ _NEVER = frozenset({
     KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT, KafkaError.UNSUPPORTED_COMPRESSION_TYPE,
     KafkaError.INVALID_TRANSACTION_TIMEOUT,
 })  # fmt: skip
+#: what was to be read has been removed
+GONE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})
 #: another producer has taken the transactional id since
 FENCED = frozenset({
     KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED,

@@ -24,7 +24,7 @@ from penstock.errors import (
 )
 from penstock.log.api import Limits, Offsets
 from penstock.log.batch import Batch
-from penstock.log.kafka.client import REFUSED, Cluster
+from penstock.log.kafka.client import GONE, REFUSED, Cluster
 from penstock.log.kafka.messages import decode, offset_of
 from penstock.log.kafka.objects import KafkaStream
 
@@ -41,7 +41,6 @@ _READING = {
     "queued.max.messages.kbytes": 64 << 10,
     "check.crcs": True,
 }
-_GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 _WAITING = {"fetch.wait.max.ms": 500, "queued.min.messages": 1, "fetch.message.max.bytes": 1}
 
 
@@ -233,7 +232,7 @@ class KafkaReader:
             error = None if message is None else message.error()
             if message is not None and error is None:
                 return True
-            if error is not None and error.code() in _GONE:
+            if error is not None and error.code() in GONE:
                 return True  # the reader will get the error
             if left <= 0:
                 return False
@@ -260,7 +259,7 @@ def is_end(cluster: Cluster, stream: KafkaStream, message: Message, end: int | N
     error, partition = cast(KafkaError, message.error()), int(message.partition() or 0)
     if error.code() == KafkaError._PARTITION_EOF:
         return end is not None and offset_of(message) >= end
-    if error.code() in _GONE:
+    if error.code() in GONE:
         place = (stream.topic, partition)
         raise gone(stream, partition, offset_of(message), cluster.firsts([place])[place])
     if error.code() in REFUSED:

@@ -20,7 +20,7 @@ from penstock.errors import LogUnreachableError, PieceError
 from penstock.failpoints import failpoint
 from penstock.log.api import Piece
 from penstock.log.batch import Compression, decode_blob, encode_blob
-from penstock.log.kafka.client import Cluster
+from penstock.log.kafka.client import GONE, Cluster
 from penstock.log.kafka.messages import offset_of
 from penstock.log.kafka.session import MESSAGE_BYTES_MAX, QUEUE_KIB
 
@@ -146,8 +146,7 @@ class Staging:
 
     def messages(self, partition: int, start: int, end: int) -> Iterator[Message]:
         """The messages still staged in a partition from `start` to before `end`."""
-        first = self._cluster.firsts([(self.topic, partition)])[self.topic, partition]
-        start = max(start, first)
+        start = max(start, self._first(partition))
         if start >= end:
             return
         consumer = self._cluster.consumer(
@@ -168,6 +167,12 @@ class Staging:
                 error = message.error()
                 if error is not None and error.code() == KafkaError._PARTITION_EOF:
                     return
+                if error is not None and error.code() in GONE:
+                    start = self._first(partition)  # another process has just swept
+                    if start >= end:
+                        return
+                    consumer.assign([TopicPartition(self.topic, partition, start)])
+                    continue
                 if error is not None:
                     if error.retriable():
                         continue
@@ -180,6 +185,10 @@ class Staging:
             raise LogUnreachableError("staged events could not be read in time")
         finally:
             consumer.close()
+
+    def _first(self, partition: int) -> int:
+        place = (self.topic, partition)
+        return self._cluster.firsts([place])[place]
 
     def close(self) -> None:
         with self._lock:
