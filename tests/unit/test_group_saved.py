@@ -20,6 +20,7 @@ from penstock.groups.saved import (
     pack_partition,
     pack_ranges,
     pack_step,
+    to_saved_step,
     unpack_group,
     unpack_ranges,
 )
@@ -85,7 +86,7 @@ def test_many_steps_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
             merge(saved, keys.snapshot(PLACE, packed, values))
             values = len(packed)
             most = max(most, values)
-        saved[keys.step(number)] = pack_step(number, step, clocks)
+        saved[keys.step(number)] = pack_step(to_saved_step(number, step, clocks))
         state.finish(step, clocks.steady_s)
         known = unpack_group(keys, saved)
         assert known.next_number == number + 1

@@ -253,8 +253,9 @@ def start_progress(keys: GroupKeys, starts: Mapping[int, int]) -> dict[str, byte
     unread = KnownPartition().after(0)
     progress: dict[str, bytes | None] = {}
     for partition, at in starts.items():
-        packed = pack_partition(0, PartitionWindow(at, at), unread)
-        progress |= keys.snapshot(GroupPartition(0, partition), packed)
+        place = GroupPartition(0, partition)
+        packed = pack_partition(0, PartitionWindow(place, at, at), unread)
+        progress |= keys.snapshot(place, packed)
     return progress
 
 

@@ -19,6 +19,7 @@ from penstock.groups.saved import (
     pack_client,
     pack_left,
     pack_step,
+    to_saved_step,
 )
 from penstock.groups.slots import GroupPartition, PartitionWindow, Slot
 from penstock.groups.transactions import PreparedTransaction
@@ -51,6 +52,8 @@ class GroupJournal:
         """How many values the log has of each partition that is saved whole."""
         self._snapshots: dict[GroupPartition, int] = {}
         """The same, of those that are being saved."""
+        self._concerned: set[GroupPartition] = set()
+        """Partitions that the step which is being saved concerns."""
         fitting = limits.commit_bytes_max // (4 * DEAD_CHARS_MAX)
         self._letters_max = max(1, min(LETTERS_MAX, fitting))
 
@@ -95,7 +98,9 @@ class GroupJournal:
             packed = self._reader.pack(place, self._number)
             progress |= self._keys.snapshot(place, packed, self._values.get(place, 0))
             self._snapshots[place] = len(packed)
-        progress[self._keys.step(self._number)] = pack_step(self._number, step, Clocks.read())
+        saved_step = to_saved_step(self._number, step, Clocks.read())
+        progress[self._keys.step(self._number)] = pack_step(saved_step)
+        self._concerned = saved_step.places
         parts = list(letters)
         for one in transactions:
             parts += one.parts
@@ -105,13 +110,12 @@ class GroupJournal:
         conditions = [condition for one in transactions for condition in one.conditions]
         return Commit(parts=parts, progress=progress, conditions=conditions)
 
-    def note_saved(self, step: GroupStep) -> None:
+    def note_saved(self) -> None:
         """The log has it: what was saved whole has changed since only by the step itself."""
         self._number += 1
         self._values.update(self._snapshots)
         self._changed.difference_update(self._snapshots)
-        self._changed |= {slot.place for slot, _ in step.settled}
-        self._changed |= {slot.place for slot in step.armed}
+        self._changed |= self._concerned
 
     def compose_end(
         self, windows: Iterable[tuple[GroupPartition, PartitionWindow]], clocks: Clocks

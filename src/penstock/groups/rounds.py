@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from threading import Lock
 
-from penstock.errors import PenstockError
+import msgspec
+
+from penstock.errors import LeaseLostError, PenstockError
 from penstock.failpoints import failpoint
 from penstock.groups.names import GroupName
 from penstock.groups.outcomes import Settlement
+from penstock.groups.state import GroupState
 from penstock.groups.transactions import PreparedTransaction
 from penstock.log.api import Commit, Holder, Log
 from penstock.log.writing.fate import Fate, fate_of
@@ -60,3 +66,81 @@ class GroupRound:
         for done in (self.done, *(one.done for one in self.transactions)):
             if not done.done():
                 done.set_exception(error)
+
+
+class AckNote(msgspec.Struct, gc=False):
+    """An acknowledgement, and the round that it became part of: none, if its lease was over."""
+
+    round: GroupRound | None = None
+
+
+class GroupRounds:
+    """The round that is being filled: with the group's lock, or by notes without it.
+
+    If every single acknowledgement took the lock, members and saver would wait for each other all
+    the time. So it is a note, which whoever has the lock carries out. A member adds its note first,
+    and then looks whether that was in time; whoever takes leases away shuts notes out first, and
+    then carries out those that are there. So one of the two always sees the other.
+    """
+
+    def __init__(self, state: GroupState, lock: Lock) -> None:
+        self.current = GroupRound()
+        self._state = state
+        self._lock = lock
+        self._notes: dict[int, AckNote] = {}
+        self._is_shut = False
+        self._is_closed = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._notes or self.current.settled or self.current.transactions)
+
+    def ack(self, lease: int) -> Future[None] | None:
+        """Acknowledge a message by a note; `None` if that needs the lock. Raises `LeaseLostError`.
+
+        If its lease is there when the note is, then the note is carried out before that can end,
+        and before another round follows the one that was seen in between.
+        """
+        note = AckNote()
+        is_first = self._notes.setdefault(lease, note) is note
+        given = self.current
+        if not is_first:
+            return None
+        if self._state.has_lease(lease) and not self._is_shut:
+            return given.done
+        with self._lock:
+            if self._notes.get(lease) is note:
+                del self._notes[lease]
+                return None
+        if note.round is None:
+            raise LeaseLostError()
+        return note.round.done
+
+    @contextlib.contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Have the lock, with all notes carried out and no others made: leases may end."""
+        with self._lock:
+            self._carry_out()
+            self._is_shut = True
+            try:
+                self._carry_out()
+                yield
+            finally:
+                self._is_shut = self._is_closed
+
+    def _carry_out(self) -> None:
+        now_s = time.monotonic()
+        for lease, note in self._notes.copy().items():  # others are added meanwhile
+            if self._state.has_lease(lease):
+                self.current.settled.append(self._state.settle(lease, None, now_s))
+                note.round = self.current
+            del self._notes[lease]  # only now: until then it cannot be acknowledged again
+
+    def begin_next(self) -> GroupRound:
+        """The round that was filled; exclusively."""
+        given, self.current = self.current, GroupRound()
+        return given
+
+    def close(self) -> None:
+        """Everything needs the lock from now on; with the lock."""
+        self._is_shut = self._is_closed = True

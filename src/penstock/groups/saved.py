@@ -69,6 +69,11 @@ class SavedStep(msgspec.Struct, frozen=True, array_like=True):
     number: int
     changes: tuple[SavedChange, ...]
 
+    @property
+    def places(self) -> set[GroupPartition]:
+        """Which partitions are concerned."""
+        return {GroupPartition(change.input, change.partition) for change in self.changes}
+
 
 class SavedPartition(msgspec.Struct, frozen=True, array_like=True):
     """Everything there is to know of a partition, before step `number`."""
@@ -189,7 +194,7 @@ class KnownPartition:
     def pack(self, number: int) -> list[bytes]:
         """All of it, as it is before step `number`, where nothing of it was read yet."""
         at = self.done.first_gap
-        return pack_partition(number, PartitionWindow(at, self.dispatched), self.after(at))
+        return _pack_partition(number, [(0, at)], self.after(at), self.dispatched, [])
 
     def after(self, offset: int) -> UnreadPart:
         """What is known of a partition from an offset on, where nothing was read yet."""
@@ -238,12 +243,13 @@ def unpack_ranges(packed: Iterable[int]) -> Iterable[tuple[int, int]]:
 # Saving
 
 
-def pack_step(number: int, step: GroupStep, clocks: Clocks) -> bytes:
+def to_saved_step(number: int, step: GroupStep, clocks: Clocks) -> SavedStep:
     """A step as it is saved. Notes on each slot what is saved of it."""
-    done: dict[GroupPartition, list[tuple[int, int]]] = {}
-    deliveries: dict[GroupPartition, list[SavedDelivery]] = {}
-    dispatched: dict[GroupPartition, int] = {}
+    done: dict[PartitionWindow, list[tuple[int, int]]] = {}
+    deliveries: dict[PartitionWindow, list[SavedDelivery]] = {}
+    dispatched: dict[PartitionWindow, int] = {}
     for slot, outcome in step.settled:
+        window = slot.window
         if isinstance(outcome, Redeliver):
             due_us = clocks.to_us(clocks.steady_s + outcome.delay_s)
             reasons = add_reason(slot.reasons, outcome.reason)
@@ -251,26 +257,28 @@ def pack_step(number: int, step: GroupStep, clocks: Clocks) -> bytes:
             slot.saved = msgspec.structs.replace(
                 saved, is_reprieved=outcome.is_reprieve, is_suspect=False
             )
-            deliveries.setdefault(slot.place, []).append(slot.saved)
+            deliveries.setdefault(window, []).append(slot.saved)
+        elif window in done:
+            done[window].append((slot.start, slot.end))
         else:
-            done.setdefault(slot.place, []).append((slot.start, slot.end))
+            done[window] = [(slot.start, slot.end)]
     for slot in step.armed:
         if slot.deliveries:
             due_us = clocks.to_us(slot.due_s)
             slot.saved = _delivery(slot, slot.deliveries + 1, due_us, slot.reasons, clocks)
-            deliveries.setdefault(slot.place, []).append(slot.saved)
+            deliveries.setdefault(slot.window, []).append(slot.saved)
         else:
-            dispatched[slot.place] = max(slot.end, dispatched.get(slot.place, 0))
+            dispatched[slot.window] = max(slot.end, dispatched.get(slot.window, 0))
     changes = tuple(
         SavedChange(
-            *place,
-            pack_ranges(_merge(done.get(place, []))),
-            dispatched.get(place),
-            tuple(deliveries.get(place, ())),
+            *window.place,
+            pack_ranges(_merge(done.get(window, []))),
+            dispatched.get(window),
+            tuple(deliveries.get(window, ())),
         )
-        for place in sorted({*done, *deliveries, *dispatched})
+        for window in sorted({*done, *deliveries, *dispatched}, key=lambda window: window.place)
     )
-    return _encoder.encode(SavedStep(number, changes))
+    return SavedStep(number, changes)
 
 
 def _merge(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -338,7 +346,7 @@ def _size_of(what: Settlement | Slot) -> int:
 def pack_partition(number: int, window: PartitionWindow, unread: UnreadPart) -> list[bytes]:
     """A partition as it is before step `number`, in as many values as it takes."""
     deliveries = [s.saved for s in window.slots() if isinstance(s.saved, SavedDelivery)]
-    return _pack_partition(number, window, unread, window.dispatched, deliveries)
+    return _pack_partition(number, _done(window), unread, window.dispatched, deliveries)
 
 
 def pack_left(
@@ -356,18 +364,22 @@ def pack_left(
         for slot in window.slots()
         if slot.deliveries
     ]
-    return _pack_partition(number, window, unread, window.floor, deliveries)
+    return _pack_partition(number, _done(window), unread, window.floor, deliveries)
+
+
+def _done(window: PartitionWindow) -> list[tuple[int, int]]:
+    return [(0, window.floor), *window.done_ranges()]
 
 
 def _pack_partition(
     number: int,
-    window: PartitionWindow,
+    before: Sequence[tuple[int, int]],
     unread: UnreadPart,
     dispatched: int,
     deliveries: Sequence[SavedDelivery],
 ) -> list[bytes]:
     done = Ranges()
-    for start, end in ((0, window.floor), *window.done_ranges(), *unread.done):
+    for start, end in (*before, *unread.done):
         if start < end:
             done.add(start, end)
     every = sorted((*deliveries, *unread.deliveries), key=lambda one: one.offset)
@@ -463,6 +475,10 @@ def unpack_group(keys: GroupKeys, items: Mapping[str, bytes]) -> KnownGroup:
             partitions.setdefault(place, KnownPartition()).take_step(step.number, change)
     number = 1 + max((step.number for step in steps), default=-1)
     return KnownGroup(group, partitions, clients, number)
+
+
+def pack_step(step: SavedStep) -> bytes:
+    return _encoder.encode(step)
 
 
 def pack_client(client: SavedClient) -> bytes:

@@ -29,16 +29,13 @@ class Slot:
 
     __slots__ = (
         "after", "deadline_s", "deliveries", "due_s", "end", "first_s", "is_armed", "is_reprieved",
-        "is_suspect", "lane", "lease", "member", "offset", "payload", "place", "reasons", "row",
-        "saved", "start", "state",
-        "trial",
+        "is_suspect", "lane", "lease", "member", "offset", "payload", "reasons", "row", "saved",
+        "start", "state", "trial", "window",
     )  # fmt: skip
 
-    def __init__(
-        self, place: GroupPartition, start: int, offset: int, end: int, lane: Lane
-    ) -> None:
-        self.place = place
-        self.start = start
+    def __init__(self, window: PartitionWindow, offset: int, end: int, lane: Lane) -> None:
+        self.window = window
+        self.start = window.head
         self.offset = offset
         self.end = end
         self.lane = lane
@@ -65,6 +62,10 @@ class Slot:
         self.row = 0
         self.saved: object = None
         """What is saved of it, beyond that it is not acknowledged: the business of who saves."""
+
+    @property
+    def place(self) -> GroupPartition:
+        return self.window.place
 
     def __repr__(self) -> str:
         where = f"{self.place.input}/{self.place.partition}:{self.offset}"
@@ -112,9 +113,10 @@ class Lane:
 class PartitionWindow:
     """One partition: what is not acknowledged between its `floor` and its `head`."""
 
-    __slots__ = ("_order", "dispatched", "head", "size")
+    __slots__ = ("_order", "dispatched", "head", "place", "size")
 
-    def __init__(self, head: int, dispatched: int) -> None:
+    def __init__(self, place: GroupPartition, head: int, dispatched: int) -> None:
+        self.place = place
         self.head = head
         """Where reading goes on."""
         self.dispatched = dispatched

@@ -80,7 +80,7 @@ class GroupState:
 
     def open(self, place: GroupPartition, head: int, dispatched: int) -> None:
         """Begin with a partition: everything below `head` is acknowledged."""
-        self.windows[place] = PartitionWindow(head, dispatched)
+        self.windows[place] = PartitionWindow(place, head, dispatched)
 
     def room(self, place: GroupPartition) -> int:
         """How many more messages of a partition may be added."""
@@ -103,7 +103,7 @@ class GroupState:
         """A message was read, behind those that were read before it."""
         window = self.windows[place]
         lane = self._lane(place, key)
-        slot = Slot(place, window.head, offset, end, lane)
+        slot = Slot(window, offset, end, lane)
         if history is not None:
             slot.deliveries, slot.first_s, slot.due_s, slot.reasons = history[:4]
             slot.is_reprieved = history.is_reprieved
@@ -158,7 +158,7 @@ class GroupState:
 
     def _is_dispatched(self, slot: Slot) -> bool:
         """Whether the log counts the first delivery of a message already."""
-        return slot.deliveries == 0 and slot.offset < self.windows[slot.place].dispatched
+        return slot.deliveries == 0 and slot.offset < slot.window.dispatched
 
     # Taking
 
@@ -361,13 +361,13 @@ class GroupState:
                 slot.is_reprieved = outcome.is_reprieve
                 slot.reasons = add_reason(slot.reasons, outcome.reason)
             else:
-                self.windows[slot.place].finish(slot)
+                slot.window.finish(slot)
                 lane.drop_done()
                 if outcome is None:
                     self._failures = 0
             self._offer(lane, now_s)
         for slot in step.armed:
-            window = self.windows[slot.place]
+            window = slot.window
             slot.is_armed = True
             slot.is_reprieved = False
             if not slot.deliveries:

@@ -36,7 +36,7 @@ from penstock.groups.outcomes import (
     clean_reason,
 )
 from penstock.groups.reading import GroupReader
-from penstock.groups.rounds import GroupRound, GroupWriter, Tell
+from penstock.groups.rounds import GroupRound, GroupRounds, GroupWriter, Tell
 from penstock.groups.saved import Clocks, KnownGroup
 from penstock.groups.slots import Lane, Slot
 from penstock.groups.state import GroupState
@@ -54,7 +54,7 @@ LOOK_S = 1.0
 """How often a coordinator looks whether its group was paused, or letters replayed to it."""
 
 
-class Handout(msgspec.Struct, frozen=True):
+class Handout(msgspec.Struct, frozen=True, gc=False):
     """A message as it was handed out: its slot may be handed out again since."""
 
     slot: Slot
@@ -93,7 +93,9 @@ class GroupWork:
         self._waiting = 0
         self._look_at = 0.0
         self._slowest: Lane | None = None
-        self._round = GroupRound()
+        self._rounds = GroupRounds(state, lock)
+        self._is_idle = False
+        """Whether the saver waits for something to save, or is about to."""
         self._over = threading.Event()
         self._failure: PenstockError | None = None
         self.is_heard = False
@@ -103,8 +105,9 @@ class GroupWork:
 
     def stop(self) -> None:
         """Have it saved what is under way; then nothing more happens."""
-        with self._lock:
+        with self._rounds.exclusively():
             self._over.set()
+            self._rounds.close()
             self._wake_all()
 
     def fail(self, error: PenstockError) -> None:
@@ -112,8 +115,8 @@ class GroupWork:
         with self._lock:
             self._failure = self._failure or error
             self._over.set()
-            given, self._round = self._round, GroupRound()
-            given.fail(self._failure)
+            self._rounds.close()
+            self._rounds.begin_next().fail(self._failure)
             self._wake_all()
 
     def _wake_all(self) -> None:
@@ -222,7 +225,13 @@ class GroupWork:
 
         Raises `LeaseLostError` if one of them is not had any more; then nothing was done.
         """
-        return self._settle(epoch, leases, lambda slot: None)
+        done = self._rounds.ack(leases[0]) if len(leases) == 1 and epoch == self.epoch else None
+        if done is None:
+            return self._settle(epoch, leases, lambda slot: None)
+        if self._is_idle:
+            with self._lock:
+                self._saver.notify()
+        return done
 
     def nack(
         self, epoch: int, leases: Sequence[int], delay_s: float | None, reason: str
@@ -247,16 +256,16 @@ class GroupWork:
     def _settle(
         self, epoch: int, leases: Sequence[int], judge: Callable[[Slot], Outcome]
     ) -> Future[None]:
-        with self._lock:
+        with self._rounds.exclusively():
             self._check_leases(epoch, leases)
-            now_s, settled = time.monotonic(), self._round.settled
+            now_s, settled = time.monotonic(), self._rounds.current.settled
             if not settled:
                 self._saver.notify()
             for lease in leases:
                 if self._state.has_lease(lease):  # one behind another was given back with it
                     outcome = judge(self._state.slot_of(lease))
                     settled.append(self._state.settle(lease, outcome, now_s))
-            return self._round.done
+            return self._rounds.current.done
 
     def has_lease(self, lease: int) -> bool:
         """Whether a message is still its member's."""
@@ -265,7 +274,7 @@ class GroupWork:
 
     def release(self, epoch: int, leases: Sequence[int]) -> None:
         """Give messages back as if they had not been handed out."""
-        with self._lock:
+        with self._rounds.exclusively():
             self._check_leases(epoch, leases)
             for lease in leases:
                 if self._state.has_lease(lease):
@@ -274,7 +283,7 @@ class GroupWork:
 
     def extend(self, epoch: int, leases: Sequence[int], lease_s: float | None) -> None:
         """Have messages for longer."""
-        with self._lock:
+        with self._rounds.exclusively():
             self._check_leases(epoch, leases)
             for lease in leases:
                 self._state.extend(lease, time.monotonic(), lease_s)
@@ -286,7 +295,7 @@ class GroupWork:
 
     def leave(self, member: str) -> None:
         """A member goes, and gives back what it has."""
-        with self._lock:
+        with self._rounds.exclusively():
             self._state.leave(member, time.monotonic())
             self._takers.notify_all()
 
@@ -295,7 +304,7 @@ class GroupWork:
 
         Raises `LeaseLostError` if it has a message that is not had any more.
         """
-        with self._lock:
+        with self._rounds.exclusively():
             self._check()
             if (earlier := self._book.find(given)) is not None:
                 return earlier
@@ -303,7 +312,7 @@ class GroupWork:
             self._book.begin(given)
             now_s = time.monotonic()
             given.settled = [self._state.settle(lease, None, now_s) for lease in given.leases]
-            self._round.transactions.append(given)
+            self._rounds.current.transactions.append(given)
             self._saver.notify()
             return given.done
 
@@ -323,10 +332,13 @@ class GroupWork:
         """Save what becomes of messages, until it is over and nothing is left to be saved."""
         while True:
             with self._lock:
+                self._is_idle = True  # before it is looked for notes
                 self._saver.wait_for(self._is_due, self._until_next_s())
+                self._is_idle = False
+            with self._rounds.exclusively():
                 if self._failure is not None:
                     raise self._failure
-                given, self._round = self._round, GroupRound()
+                given = self._rounds.begin_next()
                 step = self._collect(given)
                 is_over = self._over.is_set()
             if step.settled or step.armed or given.transactions:
@@ -409,7 +421,7 @@ class GroupWork:
         self._commit(commit)
         with self._lock:
             self._book.forget(expired)
-            self._journal.note_saved(whole)
+            self._journal.note_saved()
             self._finish(whole)
             for given in transactions:
                 self._book.end(given, is_saved=True)
@@ -419,7 +431,7 @@ class GroupWork:
     def _is_due(self) -> bool:
         return (
             self._over.is_set()
-            or bool(self._round.settled or self._round.transactions)
+            or not self._rounds.is_empty
             or self._state.needs_arming
             or self._state.has_exhausted
             or self._until_next_s() <= 0

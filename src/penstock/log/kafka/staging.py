@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 import pyarrow as pa
-from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from penstock.errors import LogUnreachableError, PieceError
 from penstock.failpoints import failpoint
@@ -160,31 +160,33 @@ class Staging:
         try:
             consumer.assign([TopicPartition(self.topic, partition, start)])
             while time.monotonic() < deadline:
-                self._cluster.check_open()
-                message = consumer.poll(0.2)
+                message = self._poll(consumer)
                 if message is None:
                     continue
                 error = message.error()
-                if error is not None and error.code() == KafkaError._PARTITION_EOF:
-                    return
-                if error is not None and error.code() in GONE:
-                    start = self._first(partition)  # another process has just swept
-                    if start >= end:
-                        return
-                    consumer.assign([TopicPartition(self.topic, partition, start)])
-                    continue
                 if error is not None:
-                    if error.retriable():
-                        continue
-                    raise self._cluster.translate(error, "reading staged events")
-                if offset_of(message) < end:
-                    yield message
-                deadline = time.monotonic() + self._cluster.timeout_s
-                if offset_of(message) >= end - 1:
+                    if error.code() in GONE:  # another process has just swept
+                        yield from self.messages(partition, start, end)
                     return
+                if (start := offset_of(message) + 1) <= end:
+                    yield message
+                if start >= end:
+                    return
+                deadline = time.monotonic() + self._cluster.timeout_s
             raise LogUnreachableError("staged events could not be read in time")
         finally:
             consumer.close()
+
+    def _poll(self, consumer: Consumer) -> Message | None:
+        """The next message, or where there are no more; `None` if nothing has come yet."""
+        self._cluster.check_open()
+        message = consumer.poll(0.2)
+        error = None if message is None else message.error()
+        if error is None or error.code() in (KafkaError._PARTITION_EOF, *GONE):
+            return message
+        if not error.retriable():
+            raise self._cluster.translate(error, "reading staged events")
+        return None
 
     def _first(self, partition: int) -> int:
         place = (self.topic, partition)

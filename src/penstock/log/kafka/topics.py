@@ -162,7 +162,8 @@ class Topics:
         asked = self._cluster.admin.create_topics(
             [NewTopic(topic) for topic in topics], validate_only=True
         )
-        return set(topics) - set(self._cluster.collect(f"looking at {topics[0]}", asked, _THERE))
+        free = self._cluster.collect(f"looking at {topics[0]}", asked, _THERE)
+        return {topic for topic in topics if topic not in free}
 
     def _check_unused(self, topic: str, partitions: int, resolved: Resolved) -> None:
         """Raise unless an existing topic can only be the leftover of a process that died."""
