@@ -222,6 +222,20 @@ def test_a_member_that_is_not_heard_of(log: Log) -> None:
             found[0].ack().result(WAIT_S)
 
 
+def test_an_old_connection_of_a_member_does_not_give_back_what_the_new_one_has(log: Log) -> None:
+    send(log, [("ada", 1), ("bob", 2)])
+    with Group(log, "orders", "billing", Order) as group:
+        with group.member("till") as new:
+            with group.member("till") as old:
+                assert old.take(WAIT_S) is not None
+                mine = new.take(WAIT_S)
+                assert mine is not None
+            back = take(group)
+            assert back.deliveries == 1
+            assert back.data != mine.data
+            mine.ack().result(WAIT_S)
+
+
 def test_rules_that_cannot_be_kept(log: Log) -> None:
     with pytest.raises(UsageError, match="deliveries_max must be 1 or more"):
         Group(log, "orders", "billing", rules=GroupRules(deliveries_max=0))

@@ -12,6 +12,7 @@ the same key are delivered in order, one after the other; all others in parallel
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import socket
 import threading
@@ -47,6 +48,7 @@ T = TypeVar("T")
 WAIT_S = 1.0
 UNREAD_S = 0.1
 DELIVERIES_MAX = 10_000
+_numbers = itertools.count(1)
 COORDINATED_S = 30.0
 """How long a transaction waits for the group to be coordinated here."""
 
@@ -261,13 +263,14 @@ class GroupMember(Generic[T]):
 
     If it is silent for `heartbeat_s` times `heartbeats_missed_max`, its messages go to other
     members, as if they had failed. Taking counts as a heartbeat; leaving the block gives its
-    messages back.
+    messages back. Two of one name, such as a till's old and its new connection, are two members.
     """
 
     def __init__(
         self, group: Group[T], coordinator: Coordinator, name: str, silence_s: float
     ) -> None:
         self.name = name
+        self._member = f"{name}#{next(_numbers)}"  # another one of the same name is another member
         self._group = group
         self._coordinator = coordinator
         self._silence_s = silence_s
@@ -282,7 +285,7 @@ class GroupMember(Generic[T]):
         trace: TracebackType | None,
     ) -> None:
         with contextlib.suppress(PenstockError):
-            self._coordinator.work().leave(self.name)
+            self._coordinator.work().leave(self._member)
 
     def take(self, timeout_s: float | None = None) -> GroupMessage[T] | None:
         """The next message; `None` after the timeout."""
@@ -291,7 +294,7 @@ class GroupMember(Generic[T]):
 
     def take_many(self, count: int, timeout_s: float | None = None) -> list[GroupMessage[T]]:
         """Up to `count` messages, as soon as there is one; an empty list after the timeout."""
-        found = self._group.take_many(count, timeout_s, member=self.name)
+        found = self._group.take_many(count, timeout_s, member=self._member)
         self.beat()
         return found
 
@@ -299,7 +302,7 @@ class GroupMember(Generic[T]):
         """Send a heartbeat."""
         work = self._coordinator.wait_for_work(0.0)
         if work is not None:
-            work.join(self.name, self._silence_s)
+            work.join(self._member, self._silence_s)
 
 
 def _leases(group: GroupName, messages: Sequence[GroupMessage[T]]) -> tuple[int, list[int]]:

@@ -71,6 +71,9 @@ class GroupMessage(TakenMessage[T]):
     def ack(self) -> Future[None]:
         """Acknowledge it. The future is done once that is saved: `message.ack().result()`.
 
+        It is shared with other acknowledgements. Callbacks run in the group's own thread: one that
+        waits for another acknowledgement waits for ever.
+
         Raises `LeaseLostError` if the lease is over.
         """
         return self._work.ack(self.epoch, [self.lease])

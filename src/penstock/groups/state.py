@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from penstock.errors import LeaseLostError
+from penstock.groups.leases import Leases
 from penstock.groups.outcomes import (
     Bury,
     GroupRules,
@@ -67,8 +68,7 @@ class GroupState:
         self._exhausted: deque[Lane] = deque()
         """Lanes whose first message was handed out too often, before a crash."""
         self._delayed: list[tuple[float, int, Lane]] = []
-        self._leases: dict[int, Slot] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._leases = Leases(rules.lease_s)
         self._members: dict[str, _Member] = {}
         self._numbers = 0
         self._failures = 0
@@ -207,18 +207,14 @@ class GroupState:
         slot.first_s = now_s if slot.first_s is None else slot.first_s
         slot.lease = self._numbers
         slot.member = member
-        slot.deadline_s = now_s + self.rules.lease_s
-        self._leases[slot.lease] = slot
+        self._leases.add(slot, now_s)
         who.leases.add(slot.lease)
-        heapq.heappush(self._deadlines, (slot.deadline_s, slot.lease))
 
     # Giving back
 
     def extend(self, lease: int, now_s: float, lease_s: float | None = None) -> None:
         """Have a message for longer. Raises `LeaseLostError` if it is not had any more."""
-        slot = self.slot_of(lease)
-        slot.deadline_s = now_s + (self.rules.lease_s if lease_s is None else lease_s)
-        heapq.heappush(self._deadlines, (slot.deadline_s, lease))
+        self._leases.extend(self.slot_of(lease), now_s, lease_s)
 
     def release(self, lease: int, now_s: float) -> None:
         """Give a message back as if it had not been handed out, and those of its lane behind it."""
@@ -267,7 +263,7 @@ class GroupState:
 
     def _end_lease(self, slot: Slot) -> None:
         self._end_trial(slot)
-        del self._leases[slot.lease]
+        self._leases.remove(slot)
         self._members[slot.member].leases.discard(slot.lease)
         self._forget(slot.member)
 
@@ -384,10 +380,8 @@ class GroupState:
                 self._offer(slot.lane, now_s)
                 continue
             slot.state = "leased"
-            slot.deadline_s = now_s + self.rules.lease_s
-            self._leases[slot.lease] = slot
+            self._leases.add(slot, now_s)
             self._hear(slot.member, now_s).leases.add(slot.lease)
-            heapq.heappush(self._deadlines, (slot.deadline_s, slot.lease))
         for slot in step.armed:
             if slot.trial is not None:
                 self._end_trial(slot)
@@ -417,8 +411,8 @@ class GroupState:
         """A member goes, and gives everything back that it has."""
         who = self._members.get(member)
         for lease in sorted(who.leases) if who else ():
-            if lease in self._leases:
-                self._give_back(self._leases[lease], now_s)
+            if slot := self._leases.get(lease):  # one behind another was given back with it
+                self._give_back(slot, now_s)
         self._members.pop(member, None)
 
     def expire(self, now_s: float) -> list[Settlement]:
@@ -428,12 +422,7 @@ class GroupState:
             if who.heard_s + who.silence_s < now_s:
                 found += self._fail(sorted(who.leases), f"member {name} is gone", now_s)
                 del self._members[name]
-        late: list[int] = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            lease = heapq.heappop(self._deadlines)[1]
-            slot = self._leases.get(lease)
-            if slot is not None and slot.deadline_s <= now_s:
-                late.append(lease)
+        late = self._leases.find_late(now_s)
         found += self._fail(late, "it was not acknowledged in time", now_s)
         while self._exhausted:
             found.append(self._exhaust(self._exhausted.popleft()))
@@ -456,9 +445,9 @@ class GroupState:
 
     def next_time(self) -> float:
         """When something happens by itself: a lease or a pause is over, or a member is gone."""
-        times = [entries[0][0] for entries in (self._delayed, self._deadlines) if entries]
+        times = [self._leases.next_s(), *(due_s for due_s, _, _ in self._delayed[:1])]
         times += [who.heard_s + who.silence_s for who in self._members.values()]
-        return min(times, default=math.inf)
+        return min(times)
 
     # Looking
 
