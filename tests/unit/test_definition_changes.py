@@ -58,6 +58,7 @@ GOES_ON: dict[str, tuple[SavedDefinition | None, SavedDefinition, World]] = {
     "an input was made anew": (agent(), agent(inputs={"orders": 9}), World()),
     "a timer's function is gone, and none is set": (agent(), agent(timers=()), World()),
     "a timer's function is new": (agent(), agent(timers=("timer", "more")), World()),
+    "it gets a state": (agent(facts={}, tables=()), agent(), World()),
     "a fact that an earlier version did not save": (agent(facts={}), agent(), World()),
     "Spark keeps the same": (counted(), counted(), World()),
     "an input of it was made later": (counted(inputs={"orders": None}), counted(), World()),
@@ -72,6 +73,17 @@ REFUSED: dict[str, tuple[SavedDefinition | None, SavedDefinition, World, str]] =
     "windows resized": (
         agent(), agent(facts=facts("tumbling 1 minute")), World(),
         "the windows of table spent changed from tumbling 10 seconds to tumbling 1 minute",
+    ),
+    "windows removed": (
+        agent(), agent(facts=facts("none")), World(),
+        "the windows of table spent changed from tumbling 10 seconds to none",
+    ),
+    "windows added": (
+        agent(facts=facts("none")), agent(), World(),
+        "the windows of table spent changed from none to tumbling 10 seconds",
+    ),
+    "its state is gone": (
+        agent(), agent(facts={}), World(), "its state changed from table spent to none",
     ),
     "renamed, with a table": (
         None, agent(), World(gone={"old": agent(streams=())}),

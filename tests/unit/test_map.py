@@ -53,21 +53,26 @@ def test_the_map_names_nothing_that_is_gone() -> None:
     assert not named - there - packages, "ARCHITECTURE.md names modules that are not there"
 
 
-def way() -> list[tuple[str, str]]:
-    """Modules and what is named in them, of the way of an event."""
+WAYS = ("## The way of an event", "## A message through a sink, step by step")
+
+
+def way(*headings: str) -> list[tuple[str, str]]:
+    """Modules and what is named in them, step by step."""
     text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
-    section = text.split("## The way of an event")[1].split("\n## ")[0]
-    return sorted(set(_WAY.findall(section)))
+    sections = [text.split(heading)[1].split("\n## ")[0] for heading in headings]
+    return sorted({found for section in sections for found in _WAY.findall(section)})
 
 
-@pytest.mark.parametrize(("module", "name"), way())
-def test_the_way_of_an_event_names_what_is_there(module: str, name: str) -> None:
+@pytest.mark.parametrize(("module", "name"), way(*WAYS))
+def test_each_step_names_what_is_there(module: str, name: str) -> None:
     found = importlib.import_module(f"penstock.{module.replace('/', '.')}")
     for part in name.split("."):
         found = getattr(found, part)
 
 
 def test_the_way_of_an_event_goes_through_both_engines() -> None:
-    modules = {module for module, _ in way()}
+    steps = way(WAYS[0])
+    modules = {module for module, _ in steps}
     assert {"log/sqlite/writing", "log/kafka/writing", "log/writing/fate"} <= modules
-    assert len(way()) > 40
+    assert len(steps) > 40
+    assert len(way(WAYS[1])) > 20

@@ -30,6 +30,9 @@ PREFIX = "definition/"
 VERSION = 2
 """The version of the format in which definitions are saved; newer ones are refused."""
 
+NONE = "none"
+"""What a fact is called that there is no longer."""
+
 
 class SavedDefinition(msgspec.Struct, frozen=True, kw_only=True):
     """A definition as it last ran.
@@ -116,13 +119,13 @@ def describe_definition(
 
 
 def _facts(definition: Definition, tables: Iterable[AppTable[object]]) -> Iterable[tuple[str, str]]:
+    if isinstance(definition, Agent) and isinstance(definition.state, AppTable):
+        yield "its state", f"table {definition.state.name}"
     for table in tables:
         yield f"the keys of table {table.name}", table.key_type.__name__
         if isinstance(definition, Agent):
             yield from _facts_of_own(table)
     match definition:
-        case Agent(state=AppTable() as state):
-            yield "its state", f"table {state.name}"
         case TableJoin():
             names = " and ".join(place.name for place in definition.inputs)
             yield "what it joins", f"{names} ({definition.how})"
@@ -137,8 +140,8 @@ def _facts_of_own(table: AppTable[object]) -> Iterable[tuple[str, str]]:
     # Whether the change of a record is allowed is decided by its stream.
     if not (isinstance(table.value, type) and issubclass(table.value, Record)):
         yield f"the values of table {table.name}", str(type_of(table.value, table.name))
+    yield f"the windows of table {table.name}", str(table.windows or NONE)
     if table.windows is not None:
-        yield f"the windows of table {table.name}", str(table.windows)
         yield f"what the windows of table {table.name} go by", table.relative_to
 
 
@@ -175,8 +178,8 @@ def find_objection(
         reason = f"it was {before.kind} and is now {now.kind}"
         return Objection(reason, f"change it back, or {anew}")
     for what, value in before.facts.items():
-        if now.facts.get(what, value) != value:
-            reason = f"{what} changed from {value} to {now.facts[what]}"
+        if now.facts.get(what, NONE) != value:
+            reason = f"{what} changed from {value} to {now.facts.get(what, NONE)}"
             return Objection(reason, f"change it back, or {anew}")
     for timer in sorted(world.timers_set):
         if timer not in now.timers:
