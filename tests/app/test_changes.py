@@ -257,7 +257,7 @@ def test_a_table_has_one_writer(tmp_path: Path) -> None:
     """Another app that fills the same table is refused, and so is whoever writes past the app."""
     with AppTest(shop(), tmp_path) as run:
         assert run.log.stream("spent").spec.writer == "app/shop"
-        with pytest.raises(UsageError, match="written by app/shop alone"):
+        with pytest.raises(UsageError, match="only app/shop may write to table"):
             with Transaction(run.log, "by-hand") as tx:
                 tx.put("spent", "ada", {"value": 1})
         with pytest.raises(AppError, match=r"--writer app/other"):

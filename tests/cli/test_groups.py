@@ -42,7 +42,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tup
 @pytest.mark.row("H17", engine="embedded")
 def test_a_group_from_the_command_line(run: Callable[..., tuple[int, str, str]]) -> None:
     assert "not running" in run("list")[1]
-    assert "4 messages are not acknowledged" in run("show", "orders", "billing")[1]
+    assert "4 unacknowledged messages" in run("show", "orders", "billing")[1]
     found = json.loads(run("show", "orders", "billing", "--json")[1])
     assert found["lag"] == {"events": 4, "is_exact": True}
     assert found["partitions"][0]["floor"] == 1
@@ -51,7 +51,7 @@ def test_a_group_from_the_command_line(run: Callable[..., tuple[int, str, str]])
     assert run("resume", "orders", "billing")[0] == 0
     assert "1 → 0" in run("reset", "orders", "billing", "--from", "earliest", "--dry-run")[1]
     assert run("reset", "orders", "billing", "--from", "3", "--yes")[0] == 0
-    assert "2 messages" in run("show", "orders", "billing")[1]
+    assert "2 unacknowledged messages" in run("show", "orders", "billing")[1]
     assert run("drop", "orders", "billing", "--yes")[0] == 0
     assert "there are no groups" in run("list")[2]
 

@@ -124,7 +124,7 @@ def adopt_stream(  # noqa: PLR0913  one parameter per option
 
 
 def _on_kafka(log: Log) -> KafkaLog:
-    """The log as one on Kafka; `UsageError` if it is none."""
+    """The log as one on Kafka; `UsageError` if it is not."""
     if not log.url.startswith("kafka://"):
         raise UsageError(
             f"{log.url} is an embedded log, which has no brokers or topics: use `penstock doctor` "

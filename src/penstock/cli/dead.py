@@ -293,7 +293,7 @@ def letter_row(letters: Stream, letter: Letter, sent: SentAgain) -> dict[str, Js
 
 
 def show_data(letter: DeadLetter) -> JsonValue:
-    """A letter's data as JSON, or as text where it is none."""
+    """A letter's data as JSON, or as text if it is not JSON."""
     try:
         found: JsonValue = msgspec.json.decode(letter.data)
     except (msgspec.DecodeError, RecursionError):

@@ -19,7 +19,7 @@ from penstock.cli.options import (
     examples,
     open_named,
 )
-from penstock.cli.output import confirm, note, say, say_json, table
+from penstock.cli.output import confirm, count, note, say, say_json, table
 from penstock.cli.reading import parse_start
 from penstock.cli.taking import take_messages
 from penstock.groups.control import (
@@ -100,7 +100,7 @@ def show(
     say(f"{found.stream}/{found.name}: {_state(found)}; since {since}")
     oldest = "" if found.lag_s is None else f"; the oldest is {_age(found)} old"
     replayed = f", {found.replayed} of them replayed" if found.replayed else ""
-    say(f"{found.lag} messages are not acknowledged{replayed}{oldest}")
+    say(f"{count(found.lag, 'unacknowledged message')}{replayed}{oldest}")
     table(
         ["partition", "acknowledged up to", "end", "lag"],
         [[str(p.partition), str(p.floor), str(p.next), str(p.lag)] for p in found.partitions],

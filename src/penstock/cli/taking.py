@@ -42,17 +42,21 @@ def take_messages(  # noqa: PLR0913  one parameter per option
     stream: StreamArgument,
     group: GroupArgument,
     limit: Annotated[
-        int, typer.Option("--limit", "-n", metavar="N", min=1, help="At most so many messages.")
+        int, typer.Option("--limit", "-n", metavar="N", min=1, help="Maximum number of messages.")
     ] = 1,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="All messages, and wait for more; no --limit.")
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Print all messages and wait for more; ignores --limit."
+        ),
     ] = False,
     peek: Annotated[
         bool,
-        typer.Option("--peek", help="Do not acknowledge: give them back, as if never taken."),
+        typer.Option("--peek", help="Do not acknowledge: give the messages back afterwards."),
     ] = False,
     wait: Annotated[
-        str, typer.Option("--wait", metavar="DURATION", help="End after so long without a message.")
+        str,
+        typer.Option("--wait", metavar="DURATION", help="Exit after this long without a message."),
     ] = "1s",
     json: JsonOption = False,
     log: LogOption = None,
@@ -66,7 +70,7 @@ def take_messages(  # noqa: PLR0913  one parameter per option
     """
     if peek and follow:
         raise UsageError(
-            "--peek gives messages back at the end, and --follow has none: leave one out"
+            "--peek and --follow cannot be combined: --peek gives messages back at the end"
         )
     wait_s = parse_duration(wait, "--wait") / 1000
     stop = threading.Event()

@@ -87,7 +87,7 @@ class Coordinator:
             self._fail(
                 LogError(
                     f"group {self.group} could not save what was acknowledged within {JOIN_S:g} s "
-                    "of its closing: messages whose acknowledgement is not confirmed may come again"
+                    "of its closing: unconfirmed messages may be delivered again"
                 )
             )
         with self._changed:
@@ -221,8 +221,8 @@ class Coordinator:
         stream = log.stream(group.stream)
         if self._rules.order == "stream" and stream.partitions > 1 and is_on_kafka(log):
             raise UsageError(
-                f"stream {group.stream} has {stream.partitions} partitions, between which Kafka "
-                'has no order: order="stream" needs a stream with one'
+                f'order="stream" requires a stream with one partition on Kafka; stream '
+                f"{group.stream} has {stream.partitions}"
             )
         letters = make_letters_stream(log, stream)
         known = self._load(writer, stream)
@@ -252,7 +252,8 @@ class Coordinator:
         elif known.group.inputs[0][1] != stream.id:
             raise UsageError(
                 f"stream {stream.name} was dropped and created again since group {self.group} read "
-                f"it: penstock group drop {self.group.stream} {self.group.name}, and create it anew"
+                f"it: run `penstock group drop {self.group.stream} {self.group.name}`, then create "
+                "it again"
             )
         return known
 

@@ -208,8 +208,8 @@ class Group(Generic[T]):
             check_text(name[0], "the client's name")
             if not 1 <= len(name[0]) <= NAME_CHARS_MAX or name[1] < 0:
                 raise UsageError(
-                    f"a transaction's name is a client's, of 1 to {NAME_CHARS_MAX} characters, "
-                    f"and a number from 0 on, not {name!r}"
+                    f"invalid transaction name {name!r}: expected the name of a client (1 to "
+                    f"{NAME_CHARS_MAX} characters) and a number (0 or more)"
                 )
         return GroupTransaction(self._log, self.name.producer, self._execute, name, timeout_s)
 
@@ -309,7 +309,7 @@ def _leases(group: GroupName, messages: Sequence[GroupMessage[T]]) -> tuple[int,
     if not messages:
         raise UsageError("no messages were given")
     if any(message.group != group for message in messages):
-        raise UsageError(f"a message is not of group {group}: acknowledge it through its own")
+        raise UsageError(f"a message belongs to another group than {group}: acknowledge it there")
     epochs = {message.epoch for message in messages}
     if len(epochs) > 1:
         raise LeaseLostError(

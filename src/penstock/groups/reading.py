@@ -181,8 +181,8 @@ class GroupReader:
         now = self.log.stream(name)
         if now.id != stream.id:
             raise UnknownObjectError(
-                f"stream {name} was dropped and created again: the group has nothing to do with "
-                "the new one; drop the group, or reset it"
+                f"stream {name} was dropped and created again, and the group belongs to the old "
+                "one: drop the group and create it again"
             )
         self._inputs[number] = now  # it may have grown
         ends = self.log.offsets(name)

@@ -35,7 +35,7 @@ from penstock.groups.slots import GroupPartition, Lane, PartitionWindow, Slot
 BLOCK = 1024
 """How many messages are armed at once, at most. At the last try it is one, before that four times
 more each."""
-KILLED = "whoever had it was killed or stopped"
+KILLED = "its member was killed or stopped before acknowledging it"
 
 
 class _Member:

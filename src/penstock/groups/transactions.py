@@ -119,7 +119,7 @@ class TransactionBook:
         if any(number < one for one in latest):
             raise SequenceError(
                 f"transaction {number} of {client} is older than its latest, {max(latest)}: "
-                "numbers only grow"
+                "the numbers of a client's transactions must increase"
             )
         if under_way is not None and under_way.name == given.name:
             return under_way.done
@@ -218,7 +218,10 @@ class GroupTransaction:
         self._check()
         for message in messages:
             if self._epoch not in (None, message.epoch):
-                raise UsageError("the messages were handed out by different coordinators")
+                raise UsageError(
+                    "the group was taken over between the deliveries of these messages, so they "
+                    "cannot share a transaction: take them again"
+                )
             self._epoch = message.epoch
             self._leases.append(message.lease)
 
@@ -264,9 +267,9 @@ class GroupTransaction:
         found = self._table(table)
         if is_on_kafka(self._log) and found.spec.writer != self._producer:
             raise UsageError(
-                f"others may write to table {found.name}, and Kafka cannot compare and write as "
-                f'one: declare it with writer="{self._producer}" (penstock stream alter '
-                f"{found.name} --writer {self._producer})"
+                f"put_if on table {found.name}: others may write to it, and Kafka has no atomic "
+                f'compare-and-write: declare it with writer="{self._producer}" (penstock stream '
+                f"alter {found.name} --writer {self._producer})"
             )
         self.put(table, key, value)
         packed = key_bytes(key)
@@ -322,9 +325,9 @@ class GroupTransaction:
         found = self._log.stream(name)
         if found.spec.ids == "producer" and is_on_kafka(self._log):
             raise UsageError(
-                f'stream {found.name} compares ids of the producer (ids="producer"), and on Kafka '
-                "has a session of its own, which cannot take part in a group's transaction: send "
-                "to it from a reader of another stream"
+                f'stream {found.name} has ids="producer" and, on Kafka, its own transactional '
+                "session, so it cannot be part of a group's transaction: send to another stream "
+                "and copy from there"
             )
         check_writer(found, self._producer)
         return self._streams.setdefault(str(found.name), found)

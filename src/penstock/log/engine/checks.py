@@ -52,9 +52,9 @@ def check_writer(stream: Stream, producer: str) -> None:
     """Raise `UsageError` if a table belongs to another writer."""
     if not stream.spec.admits(producer):
         raise UsageError(
-            f"table {stream.name} is written by {stream.spec.writer} alone, and not by "
-            f"{producer}: write through its writer, or change that with `penstock stream "
-            f"alter {stream.name} --writer NAME`"
+            f"only {stream.spec.writer} may write to table {stream.name}, not {producer}: write "
+            f"through its writer, or change it with `penstock stream alter {stream.name} "
+            "--writer NAME`"
         )
 
 
@@ -65,7 +65,9 @@ def check_conditions(
     tables = {str(stream.name): stream for stream in streams}
     for one in commit.conditions:
         if one.table not in tables:
-            raise UsageError(f"the commit has a condition on {one.table} and does not write to it")
+            raise UsageError(
+                f"the commit has a condition on table {one.table} but does not write to it"
+            )
         found = find(tables[one.table], one.key)
         if found != one.offset:
             is_at = "does not exist" if found is None else f"is at offset {found}"

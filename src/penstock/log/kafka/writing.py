@@ -266,9 +266,9 @@ class KafkaWriter:
         def find(table: Stream, key: bytes) -> int | None:
             if table.spec.writer != holder.producer:
                 raise UsageError(
-                    f"others may write to table {table.name}, and Kafka cannot compare and write "
-                    f"as one: give it one writer (penstock stream alter {table.name} --writer "
-                    f"{holder.producer})"
+                    f"condition on table {table.name}: others may write to it, and Kafka has no "
+                    "atomic compare-and-write: give it one writer (penstock stream alter "
+                    f"{table.name} --writer {holder.producer})"
                 )
             stream = self._catalogue.stream(str(table.name))
             (entry,) = self._tables.get(stream, [key], None, settled=True)

@@ -110,7 +110,7 @@ class Transaction:
         """Commit as another holder, after this one was fenced; what was staged stays behind."""
         if self._pieces:
             raise TransactionStateError(
-                "some of the transaction was staged by the holder that is fenced: begin another"
+                "the producer was fenced after part of the transaction was staged: begin another"
             )
         self._opened = self._get()._replace(holder=holder, sequence=sequence)
 

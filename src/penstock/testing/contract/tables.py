@@ -62,7 +62,7 @@ class TableContract(OnEngine):
         with Transaction(log, "group/orders/billing/part") as tx:
             tx.put("t", "bob", Order("bob", 2))
         for other in ("group/orders/billing2", "group/orders", "p"):
-            refused = pytest.raises(UsageError, match="written by group/orders/billing alone")
+            refused = pytest.raises(UsageError, match="only group/orders/billing may write")
             with refused, Transaction(log, other) as tx:
                 tx.put("t", "ada", Order("ada", 3))
             holder = log.hold(other)
