@@ -301,7 +301,7 @@ def test_messages_of_another_group_are_refused(log: Log) -> None:
         Group(log, "orders", "shipping", Order, rules=SLOW) as shipping,
     ):
         mine, others = take(billing), take(shipping)
-        with pytest.raises(UsageError, match="not of group orders/billing"):
+        with pytest.raises(UsageError, match="belongs to another group than orders/billing"):
             billing.ack([mine, others])
         billing.ack([mine]).result(WAIT_S)
 

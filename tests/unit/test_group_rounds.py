@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +13,7 @@ from penstock.groups.outcomes import GroupRules
 from penstock.groups.rounds import AckNote, GroupRounds
 from penstock.groups.slots import GroupPartition
 from penstock.groups.state import GroupState
+from penstock.testing.processes import wait_until
 
 PLACE = GroupPartition(0, 0)
 
@@ -102,3 +104,76 @@ def test_when_it_is_closed_it_needs_the_lock(state: GroupState) -> None:
     assert rounds.ack(lease_of(state)) is None
     with rounds.exclusively():
         assert rounds.current.settled == []
+
+
+def acknowledge(rounds: GroupRounds, state: GroupState, lease: int) -> Future[None]:
+    """By a note if that is possible, else with the lock."""
+    done = rounds.ack(lease)
+    if done is None:
+        with rounds.exclusively():
+            rounds.current.settled.append(state.settle(lease, None, 0.0))
+            done = rounds.current.done
+    return done
+
+
+def acknowledge_during(
+    rounds: GroupRounds,
+    state: GroupState,
+    lease: int,
+    monkeypatch: pytest.MonkeyPatch,
+    do: Callable[[], object],
+) -> Future[None]:
+    """Acknowledge while somebody has the lock, with all notes carried out, does something, and lets
+    go just when it was looked whether the lease is there.
+    """
+    look, looked, go_on = state.has_lease, threading.Event(), threading.Event()
+
+    def has_lease(lease: int) -> bool:
+        found = look(lease)
+        looked.set()
+        go_on.wait(10)
+        return found
+
+    with ThreadPoolExecutor(1) as threads:
+        with rounds.exclusively():
+            monkeypatch.setattr(state, "has_lease", has_lease)
+            answer = threads.submit(acknowledge, rounds, state, lease)
+            wait_until(lambda: bool(rounds._notes), 10, "the note")
+            looked.wait(0.2)
+            do()
+        go_on.set()
+        return answer.result(10)
+
+
+def test_a_round_that_ends_while_it_is_looked(
+    state: GroupState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = GroupRounds(state, threading.Lock())
+    lease = lease_of(state)
+    done = acknowledge_during(rounds, state, lease, monkeypatch, rounds.begin_next)
+    with rounds.exclusively():
+        assert done is rounds.current.done
+        assert len(rounds.current.settled) == 1
+
+
+def test_a_lease_that_ends_while_it_is_looked(
+    state: GroupState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = GroupRounds(state, threading.Lock())
+    lease = lease_of(state)
+    with pytest.raises(LeaseLostError):
+        acknowledge_during(rounds, state, lease, monkeypatch, lambda: state.release(lease, 0.0))
+
+
+def test_a_note_that_comes_too_late_is_not_carried_out(state: GroupState) -> None:
+    """It is closed while a member waits for the lock; whoever has it next saves nothing more."""
+    rounds = GroupRounds(state, threading.Lock())
+    lease = lease_of(state)
+    with ThreadPoolExecutor(1) as threads:
+        with rounds.exclusively():
+            rounds.close()
+            answer = threads.submit(rounds.ack, lease)
+            wait_until(lambda: bool(rounds._notes), 10, "the note")
+            rounds._carry_out()
+        assert answer.result(10) is None
+    assert rounds.current.settled == []

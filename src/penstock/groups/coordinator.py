@@ -126,9 +126,10 @@ class Coordinator:
         """It cannot go on; whoever waits hears why."""
         with self._changed:
             self._failure = self._failure or error
-            if self._work is not None:
-                self._work.fail(self._failure)
+            work = self._work
             self._changed.notify_all()
+        if work is not None:
+            work.fail(self._failure)
 
     # Coordinating
 
@@ -169,7 +170,10 @@ class Coordinator:
             return
         with self._changed:
             self._work = work
+            failure = self._failure
             self._changed.notify_all()
+        if failure is not None:
+            work.fail(failure)
         if self._stop.is_set():
             work.stop()
         self._tell(f"coordinating group {self.group}")
@@ -202,10 +206,11 @@ class Coordinator:
     # Taking over
 
     def _take_over_patiently(self) -> GroupWork | None:
-        """Try until the log answers; `None` if the group is closed before."""
+        """Try until the log answers; `None` if the group is closed before, or lost."""
         patience = Patience(f"the log of group {self.group}", self._tell)
-        while not self._stop.is_set():
+        while not self._stop.is_set() and self._failure is None:
             try:
+                self._claims.check()  # whoever has lost it must not fence who has it now
                 return self._take_over()
             except PenstockError as error:
                 if not error.retriable:

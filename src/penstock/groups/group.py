@@ -32,7 +32,7 @@ from penstock.errors import (
 from penstock.groups.coordinator import Coordinator
 from penstock.groups.messages import GroupMessage
 from penstock.groups.names import GroupName
-from penstock.groups.outcomes import GroupRules
+from penstock.groups.outcomes import DELAY_S_MAX, GroupRules
 from penstock.groups.saved import GroupKeys, unpack_client
 from penstock.groups.transactions import TIMEOUT_S, GroupTransaction, PreparedTransaction
 from penstock.groups.work import GroupWork, Handout
@@ -329,5 +329,9 @@ def check_rules(rules: GroupRules) -> None:
             raise UsageError(f"{name} must be 1 or more, not {getattr(rules, name)}")
     if rules.deliveries_max > DELIVERIES_MAX:
         raise UsageError(f"deliveries_max must be at most {DELIVERIES_MAX:,}")
-    if rules.lease_s <= 0:
-        raise UsageError(f"lease_s must be more than 0, not {rules.lease_s}")
+    if not 0 < rules.lease_s <= DELAY_S_MAX:
+        raise UsageError(f"lease_s must be up to {DELAY_S_MAX:,.0f} seconds, not {rules.lease_s}")
+    for name in ("backoff_s", "backoff_max_s", "breaker_s"):
+        if not 0 <= getattr(rules, name) <= DELAY_S_MAX:
+            most = f"{DELAY_S_MAX:,.0f}"
+            raise UsageError(f"{name} must be 0 to {most} seconds, not {getattr(rules, name)}")

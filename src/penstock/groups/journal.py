@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
+from penstock.errors import UsageError
 from penstock.groups.letters import letter_of
 from penstock.groups.names import GroupName
 from penstock.groups.outcomes import Bury, GroupStep
@@ -25,10 +28,11 @@ from penstock.groups.slots import GroupPartition, PartitionWindow, Slot
 from penstock.groups.transactions import PreparedTransaction
 from penstock.log.api import Commit, Part
 from penstock.log.declaring.objects import Stream
-from penstock.log.letters import DEAD_CHARS_MAX
-from penstock.log.writing.compose import Composer
+from penstock.log.letters import DEAD_CHARS_MAX, DeadLetter
+from penstock.log.writing.compose import Composer, EventOptions, Outgoing
 from penstock.records.event import Event, now_us
 
+SHORT_CHARS = 1000
 LETTERS_MAX = 100
 """How many dead letters are written in one commit."""
 
@@ -79,8 +83,24 @@ class GroupJournal:
         ]
         if not letters:
             return []
-        events = [self._composer.admit(self._letters, data, how) for data, how in letters]
+        events = [self._admit(letter, how) for letter, how in letters]
         return [self._composer.part(self._letters, events)]
+
+    def _admit(self, letter: DeadLetter, how: EventOptions) -> Outgoing:
+        """A dead letter as an event, without most of it if a stream cannot hold it: however large
+        another program's message is, the group must go on.
+        """
+        try:
+            return self._composer.admit(self._letters, letter, how)
+        except UsageError as error:
+            short = msgspec.structs.replace(
+                letter,
+                key=None if letter.key is None else letter.key[:SHORT_CHARS],
+                data=letter.data[:SHORT_CHARS],
+                error=letter.error[:SHORT_CHARS],
+                traceback=f"the letter was shortened: {error}"[:SHORT_CHARS],
+            )
+            return self._composer.admit(self._letters, short, EventOptions())
 
     def compose(
         self,

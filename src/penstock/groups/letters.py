@@ -10,7 +10,7 @@ import contextlib
 
 import msgspec
 
-from penstock.errors import ObjectExistsError, UnknownObjectError, UsageError
+from penstock.errors import ObjectExistsError, RecordError, UnknownObjectError, UsageError
 from penstock.groups.names import GroupName
 from penstock.groups.outcomes import Bury, add_reason
 from penstock.groups.slots import Slot
@@ -24,6 +24,7 @@ from penstock.log.letters import (
     readable,
 )
 from penstock.log.writing.compose import EventOptions
+from penstock.records.cloudevents import check_header
 from penstock.records.event import Event
 
 GROUP_PREFIX = "group "
@@ -102,7 +103,17 @@ def letter_of(
         traceback="\n".join(add_reason(slot.reasons, outcome.reason)),
         tries=slot.deliveries,
     )
-    return letter, EventOptions(headers=event.headers if event and event.headers else None)
+    return letter, EventOptions(headers=None if event is None else _headers_of(event))
+
+
+def _headers_of(event: Event[object]) -> dict[str, str]:
+    """Those that an event of ours may have: other programs' messages on Kafka have any."""
+    found = {}
+    for name, value in event.headers.items():
+        with contextlib.suppress(RecordError):
+            check_header(name, value)
+            found[name] = value
+    return found
 
 
 def _as_text(data: object) -> str:

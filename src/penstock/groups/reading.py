@@ -178,6 +178,7 @@ class GroupReader:
     def _look(self, number: int, stream: Stream) -> dict[int, Offsets]:
         """Where the partitions end now. New ones are opened; it must be the same stream still."""
         name = str(stream.name)
+        ends = self.log.offsets(name)  # before: keys may be in the partitions that it has by then
         now = self.log.stream(name)
         if now.id != stream.id:
             raise UnknownObjectError(
@@ -185,7 +186,6 @@ class GroupReader:
                 "one: drop the group and create it again"
             )
         self._inputs[number] = now  # it may have grown
-        ends = self.log.offsets(name)
         with self._lock:
             for partition in ends:
                 place = GroupPartition(number, partition)
@@ -290,8 +290,15 @@ class GroupReader:
         found = chunk.event(slot.row, self._record) if isinstance(chunk, Chunk) else None
         if found is not None:
             return found
+        return self._read_again(slot, self._record)
+
+    def stored_event(self, slot: Slot) -> Event[object]:
+        """The event of a message, whatever the group's record is; raises as `event` does."""
+        return self._read_again(slot, None)
+
+    def _read_again(self, slot: Slot, record: type[Record] | None) -> Event[object]:
         name, partition = self.stream_of(slot), slot.place.partition
         for batch in self.log.read(name, partition, slot.offset, slot.offset + 1):
-            return next(batch.events(self._record))
+            return next(batch.events(record))
         gone = f"{name}/{partition} has no event {slot.offset} any more"
         raise OffsetGoneError(gone, slot.offset + 1)

@@ -98,15 +98,15 @@ class GroupRounds:
     def ack(self, lease: int) -> Future[None] | None:
         """Acknowledge a message by a note; `None` if that needs the lock. Raises `LeaseLostError`.
 
-        If its lease is there when the note is, then the note is carried out before that can end,
-        and before another round follows the one that was seen in between.
+        If notes were not shut out when it was added, then it is carried out before anything else
+        happens: before its lease can end, and before another round follows the current one.
         """
         note = AckNote()
-        is_first = self._notes.setdefault(lease, note) is note
-        given = self.current
-        if not is_first:
+        if self._notes.setdefault(lease, note) is not note:
             return None
-        if self._state.has_lease(lease) and not self._is_shut:
+        was_open = not self._is_shut  # then whoever shuts it from now on carries the note out first
+        given = self.current
+        if was_open and self._state.has_lease(lease) and self._is_pending(lease, note):
             return given.done
         with self._lock:
             if self._notes.get(lease) is note:
@@ -115,6 +115,10 @@ class GroupRounds:
         if note.round is None:
             raise LeaseLostError()
         return note.round.done
+
+    def _is_pending(self, lease: int, note: AckNote) -> bool:
+        """Whether a note will be carried out: in what was the current round just before."""
+        return self._notes.get(lease) is note and not self._is_closed
 
     @contextlib.contextmanager
     def exclusively(self) -> Iterator[None]:
@@ -129,6 +133,8 @@ class GroupRounds:
                 self._is_shut = self._is_closed
 
     def _carry_out(self) -> None:
+        if self._is_closed:  # nobody saves the round: whoever waits with a note finds out
+            return
         now_s = time.monotonic()
         for lease, note in self._notes.copy().items():  # others are added meanwhile
             if self._state.has_lease(lease):

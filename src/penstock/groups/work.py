@@ -7,6 +7,7 @@ and counts once it is there.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -116,8 +117,9 @@ class GroupWork:
             self._failure = self._failure or error
             self._over.set()
             self._rounds.close()
-            self._rounds.begin_next().fail(self._failure)
+            given = self._rounds.begin_next()
             self._wake_all()
+        given.fail(self._failure)  # without the lock: callbacks may do anything
 
     def _wake_all(self) -> None:
         self._saver.notify_all()
@@ -283,6 +285,8 @@ class GroupWork:
 
     def extend(self, epoch: int, leases: Sequence[int], lease_s: float | None) -> None:
         """Have messages for longer."""
+        if lease_s is not None and not 0 < lease_s <= DELAY_S_MAX:
+            raise UsageError(f"lease_s must be up to {DELAY_S_MAX:,.0f} seconds, not {lease_s}")
         with self._rounds.exclusively():
             self._check_leases(epoch, leases)
             for lease in leases:
@@ -338,33 +342,37 @@ class GroupWork:
             with self._rounds.exclusively():
                 if self._failure is not None:
                     raise self._failure
-                given = self._rounds.begin_next()
-                step = self._collect(given)
                 is_over = self._over.is_set()
-            if step.settled or step.armed or given.transactions:
-                try:
-                    self._save_round(given, step)
-                except PenstockError as error:
-                    given.fail(error)
-                    raise
-                except BaseException as error:
-                    what = f"group {self.group} failed: {type(error).__name__}: {error}"
-                    given.fail(PenstockError(what))
-                    raise
+                given = self._rounds.begin_next()
+            try:
+                has_saved = self._save_round(given)
+            except PenstockError as error:
+                given.fail(error)
+                raise
+            except BaseException as error:
+                what = f"group {self.group} failed: {type(error).__name__}: {error}"
+                given.fail(PenstockError(what))
+                raise
+            if has_saved:
                 given.done.set_result(None)
             elif is_over:
                 break
         self._commit(self._compose_end())
 
-    def _save_round(self, given: GroupRound, step: GroupStep) -> None:
+    def _save_round(self, given: GroupRound) -> bool:
         """In one commit, if that is possible; otherwise what is refused fails alone, and what is
-        too large for one commit is saved in several.
+        too large for one commit is saved in several. Whether there was anything to save.
         """
+        with self._rounds.exclusively():
+            step = self._collect(given)
+        if not (step.settled or step.armed or given.transactions):
+            return False
         accepted = self._check_transactions(given.transactions)
         first, *more = self._journal.cut(step)
         self._save_first(first, accepted)
         for part in more:
             self._save_step(part, [])
+        return True
 
     def _save_first(self, step: GroupStep, accepted: Sequence[PreparedTransaction]) -> None:
         try:
@@ -448,11 +456,11 @@ class GroupWork:
         return GroupStep(given.settled, [] if self._over.is_set() else self._state.arm(now_s))
 
     def _find_event(self, slot: Slot) -> Event[object] | None:
-        """The event of a message, if there is one."""
-        try:
-            return self._patiently(lambda: self._reader.event(slot))
-        except Exception:  # a dead letter tells of what cannot be read, too
-            return None
+        """The event of a message, if there is one; as it is stored, if it is no such record."""
+        for read in (self._reader.event, self._reader.stored_event):
+            with contextlib.suppress(Exception):  # a dead letter tells of what cannot be read, too
+                return self._patiently(partial(read, slot))
+        return None
 
     def _finish(self, step: GroupStep) -> None:
         self._state.finish(step, time.monotonic())
