@@ -13,7 +13,8 @@ USUAL_S = 10.0
 
 
 def make_slot(lease: int) -> Slot:
-    slot = Slot(PartitionWindow(GroupPartition(0, 0), lease, 0), lease, lease + 1, Lane(None))
+    window = PartitionWindow(GroupPartition(0, 0), lease, 0)
+    slot = Slot(window, lease, lease, lease + 1, Lane(None))
     slot.lease = lease
     return slot
 

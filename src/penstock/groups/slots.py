@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+import msgspec
+
 SPARE = 64
 SlotState = Literal["waiting", "leased", "settling", "done"]
 
@@ -19,7 +21,7 @@ class GroupPartition(NamedTuple):
     partition: int
 
 
-class Slot:
+class Slot(msgspec.Struct, eq=False):
     """A message that is not acknowledged.
 
     From `start` up to before `end` there is no other: so neighbours meet, whatever gaps are
@@ -27,41 +29,34 @@ class Slot:
     crash. `is_armed` says that the log counts one more already.
     """
 
-    __slots__ = (
-        "after", "deadline_s", "deliveries", "due_s", "end", "first_s", "is_armed", "is_reprieved",
-        "is_suspect", "lane", "lease", "member", "offset", "payload", "reasons", "row", "saved",
-        "start", "state", "trial", "window",
-    )  # fmt: skip
-
-    def __init__(self, window: PartitionWindow, offset: int, end: int, lane: Lane) -> None:
-        self.window = window
-        self.start = window.head
-        self.offset = offset
-        self.end = end
-        self.lane = lane
-        self.after: Slot | None = None
-        """The next one of its lane."""
-        self.state: SlotState = "waiting"
-        self.deliveries = 0
-        self.is_armed = False
-        self.is_reprieved = False
-        """Whether the breaker gives it one more try than others have."""
-        self.is_suspect = False
-        """Whether it was handed out before a crash, and may have been the cause."""
-        self.trial: int | None = None
-        """Armed to be handed out next: of those that were so often before."""
-        self.reasons: tuple[str, ...] = ()
-        """Why it failed, the last few times."""
-        self.due_s = 0.0
-        self.first_s: float | None = None
-        self.lease = 0
-        self.member = ""
-        self.deadline_s = 0.0
-        self.payload: object = None
-        """Where the event itself is, with `row`: the business of whoever adds it."""
-        self.row = 0
-        self.saved: object = None
-        """What is saved of it, beyond that it is not acknowledged: the business of who saves."""
+    window: PartitionWindow
+    start: int
+    offset: int
+    end: int
+    lane: Lane
+    after: Slot | None = None
+    """The next one of its lane."""
+    state: SlotState = "waiting"
+    deliveries: int = 0
+    is_armed: bool = False
+    is_reprieved: bool = False
+    """Whether the breaker gives it one more try than others have."""
+    is_suspect: bool = False
+    """Whether it was handed out before a crash, and may have been the cause."""
+    trial: int | None = None
+    """Armed to be handed out next: of those that were so often before."""
+    reasons: tuple[str, ...] = ()
+    """Why it failed, the last few times."""
+    due_s: float = 0.0
+    first_s: float | None = None
+    lease: int = 0
+    member: str = ""
+    deadline_s: float = 0.0
+    payload: object = None
+    """Where the event itself is, with `row`: the business of whoever adds it."""
+    row: int = 0
+    saved: object = None
+    """What is saved of it, beyond that it is not acknowledged: the business of who saves."""
 
     @property
     def place(self) -> GroupPartition:

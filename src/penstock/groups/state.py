@@ -103,7 +103,7 @@ class GroupState:
         """A message was read, behind those that were read before it."""
         window = self.windows[place]
         lane = self._lane(place, key)
-        slot = Slot(window, offset, end, lane)
+        slot = Slot(window, window.head, offset, end, lane)
         if history is not None:
             slot.deliveries, slot.first_s, slot.due_s, slot.reasons = history[:4]
             slot.is_reprieved = history.is_reprieved
@@ -198,7 +198,7 @@ class GroupState:
 
     def _lend(self, slot: Slot, member: str, who: _Member, now_s: float) -> None:
         self._numbers += 1
-        if not self._is_alone(slot):
+        if slot.trial is not None and not self._is_alone(slot.trial, slot):
             self._end_trial(slot)
         slot.lane.in_flight += 1
         slot.state = "leased"
@@ -264,8 +264,10 @@ class GroupState:
     def _end_lease(self, slot: Slot) -> None:
         self._end_trial(slot)
         self._leases.remove(slot)
-        self._members[slot.member].leases.discard(slot.lease)
-        self._forget(slot.member)
+        leases = self._members[slot.member].leases
+        leases.discard(slot.lease)
+        if not leases:
+            self._forget(slot.member)
 
     def _forget(self, member: str) -> None:
         """Members that have nothing and need not be heard of do not pile up."""
@@ -305,7 +307,7 @@ class GroupState:
         found: list[Slot] = []
         for deliveries, lanes in enumerate(self._unarmed):
             if self._is_short(deliveries):
-                room = self._block(deliveries) - self._on_trial[deliveries]
+                room = self._blocks[deliveries] - self._on_trial[deliveries]
                 end = len(found) + room
                 while lanes and len(found) < end:
                     lane = lanes.popleft()
@@ -326,12 +328,11 @@ class GroupState:
             if slot.state != "done":
                 yield slot
 
-    def _is_alone(self, slot: Slot) -> bool:
+    def _is_alone(self, trial: int, slot: Slot) -> bool:
         """Whether nothing like it is handed out beside it: were the process killed, this was it.
         What a member has given back since has not killed it.
         """
-        is_last = slot.trial is not None and slot.trial > 0 and self._block(slot.trial) == 1
-        return is_last and slot.is_suspect
+        return slot.is_suspect and trial > 0 and self._blocks[trial] == 1
 
     def _end_trial(self, slot: Slot) -> None:
         if slot.trial is not None:
@@ -340,10 +341,7 @@ class GroupState:
 
     def _is_short(self, deliveries: int) -> bool:
         """Whether most of the last block was handed out."""
-        return 2 * self._on_trial[deliveries] < self._block(deliveries)
-
-    def _block(self, deliveries: int) -> int:
-        return self._blocks[deliveries]
+        return 2 * self._on_trial[deliveries] < self._blocks[deliveries]
 
     def finish(self, step: GroupStep, now_s: float) -> None:
         """The log has it."""
