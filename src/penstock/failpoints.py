@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Literal, cast
 
-Action = Literal["raise", "kill", "stop"]
+FailpointAction = Literal["raise", "kill", "stop"]
 
 NAMES: tuple[str, ...] = (
     "open.created",
@@ -68,7 +68,7 @@ CONNECTOR_NAMES: tuple[str, ...] = (
 ENVIRONMENT = "PENSTOCK_FAILPOINTS"
 REACHED = "PENSTOCK_FAILPOINT_REACHED"
 
-_armed: dict[str, tuple[Action, int]] | None = None
+_armed: dict[str, tuple[FailpointAction, int]] | None = None
 _reached: dict[str, int] = {}
 
 
@@ -83,7 +83,7 @@ def failpoint(name: str) -> None:
         _reach(name, *armed[name])
 
 
-def arm(name: str, action: Action, at: int = 1) -> None:
+def arm(name: str, action: FailpointAction, at: int = 1) -> None:
     """Make `name` fail the `at`-th time it is reached from now on."""
     global _armed
     if name not in (*NAMES, *CONNECTOR_NAMES):
@@ -99,7 +99,7 @@ def disarm() -> None:
     _reached.clear()
 
 
-def _arm_from_environment() -> dict[str, tuple[Action, int]]:
+def _arm_from_environment() -> dict[str, tuple[FailpointAction, int]]:
     global _armed
     _armed = {}
     for item in filter(None, os.environ.get(ENVIRONMENT, "").split(";")):
@@ -107,11 +107,11 @@ def _arm_from_environment() -> dict[str, tuple[Action, int]]:
         action, _, at = action.partition("@")
         if action not in ("raise", "kill", "stop"):
             raise ValueError(f"{ENVIRONMENT}: {item!r} has no action raise, kill or stop")
-        arm(name, cast(Action, action), int(at or 1))
+        arm(name, cast(FailpointAction, action), int(at or 1))
     return _armed
 
 
-def _reach(name: str, action: Action, at: int) -> None:
+def _reach(name: str, action: FailpointAction, at: int) -> None:
     _reached[name] = _reached.get(name, 0) + 1
     if _reached[name] != at:
         return

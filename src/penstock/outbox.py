@@ -50,7 +50,7 @@ from penstock.resources import statements
 BATCH_ROWS_MAX = 1000
 POLL_S = 0.1
 CLAIM_TRIES_MAX = 20
-Connection = Any
+DatabaseConnection = Any
 """An sqlite3 or psycopg connection, or an SQLAlchemy Connection or Session."""
 Dialect = Literal["sqlite", "postgresql"]
 
@@ -70,7 +70,7 @@ class OutboxRow(NamedTuple):
 # The user's side
 
 
-def create(connection: Connection) -> None:
+def create(connection: DatabaseConnection) -> None:
     """Create the outbox in the user's database unless it exists; the caller commits."""
     _run(connection, f"create_{dialect_of(connection)}")
     _run(connection, "create_origin")
@@ -79,7 +79,7 @@ def create(connection: Connection) -> None:
 
 
 def add(
-    connection: Connection,
+    connection: DatabaseConnection,
     stream: str,
     data: object,
     *,
@@ -123,7 +123,7 @@ def _pack(data: object) -> tuple[str, bytes]:
 
 
 @contextlib.contextmanager
-def connect(address: str, *, create: bool = True) -> Iterator[Connection]:
+def connect(address: str, *, create: bool = True) -> Iterator[DatabaseConnection]:
     """Open a connection to `sqlite:///path` or `postgresql://…` for the duration of a block.
 
     An SQLite file that does not exist is created, unless `create` is false. Raises
@@ -158,7 +158,7 @@ def connect(address: str, *, create: bool = True) -> Iterator[Connection]:
         raise UsageError("not a valid database address: use sqlite:///path or postgresql://…")
 
 
-def dialect_of(connection: Connection) -> Dialect:
+def dialect_of(connection: DatabaseConnection) -> Dialect:
     """Which kind of database a connection belongs to."""
     if isinstance(connection, sqlite3.Connection):
         return "sqlite"
@@ -180,17 +180,19 @@ def dialect_of(connection: Connection) -> Dialect:
     )
 
 
-def _is_sqlalchemy(connection: Connection) -> bool:
+def _is_sqlalchemy(connection: DatabaseConnection) -> bool:
     return any(kind.__module__.startswith("sqlalchemy.") for kind in type(connection).__mro__)
 
 
 def _rows(
-    connection: Connection, name: str, values: Mapping[str, object] | None = None
+    connection: DatabaseConnection, name: str, values: Mapping[str, object] | None = None
 ) -> list[Any]:
     return list(_run(connection, name, values).fetchall())
 
 
-def _run(connection: Connection, name: str, values: Mapping[str, object] | None = None) -> Any:
+def _run(
+    connection: DatabaseConnection, name: str, values: Mapping[str, object] | None = None
+) -> Any:
     """Run a statement of outbox.sql, using the connection's own parameter style."""
     statement, given = _sql(name), dict(values or {})
     if isinstance(connection, sqlite3.Connection):
@@ -223,7 +225,7 @@ class Relay:
     def __init__(
         self,
         log: Log,
-        connect: Callable[[], contextlib.AbstractContextManager[Connection]],
+        connect: Callable[[], contextlib.AbstractContextManager[DatabaseConnection]],
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log = log
@@ -270,7 +272,7 @@ class Relay:
                 done += count
         return done
 
-    def _hold(self, connection: Connection) -> None:
+    def _hold(self, connection: DatabaseConnection) -> None:
         try:
             origin = _rows(connection, "origin")
             connection.commit()
@@ -288,7 +290,7 @@ class Relay:
         self._holder = self._log.hold(self._producer)
         self._sequence = next_sequence(self._log, self._producer)
 
-    def step(self, connection: Connection) -> int:
+    def step(self, connection: DatabaseConnection) -> int:
         """Publish the next rows and delete them; return how many there were.
 
         1. Read rows; some may have been published already, but not deleted.
@@ -313,7 +315,7 @@ class Relay:
         self.published += len(rows)
         return len(rows)
 
-    def _waiting(self, connection: Connection) -> list[OutboxRow]:
+    def _waiting(self, connection: DatabaseConnection) -> list[OutboxRow]:
         found = _rows(connection, "waiting", {"rows": BATCH_ROWS_MAX})
         return [
             OutboxRow(

@@ -9,6 +9,9 @@ from collections.abc import Callable
 BACKOFF_S = 0.05
 BACKOFF_S_MAX = 5.0
 
+Tell = Callable[[str], None]
+"""Tells people what is happening, a line at a time."""
+
 
 class Patience:
     """When to try `what` again: soon if all is well, later each time it is unavailable.
@@ -19,7 +22,7 @@ class Patience:
     def __init__(
         self,
         what: str,
-        tell: Callable[[str], None],
+        tell: Tell,
         backoff_s: float = BACKOFF_S,
         backoff_s_max: float = BACKOFF_S_MAX,
     ) -> None:

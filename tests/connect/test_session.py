@@ -17,7 +17,7 @@ from penstock.connect.hosts.listener import Listener, ListenerOptions
 from penstock.connect.hosts.registry import Registry, SourceRecord, StreamClaim, records
 from penstock.connect.protocol import wire
 from penstock.connect.protocol.effects import Close, Send
-from penstock.connect.protocol.source_session import Ask, Effect, SourceSession, Terms
+from penstock.connect.protocol.source_session import Ask, SourceEffect, SourceSession, Terms
 from penstock.errors import LogError
 from penstock.log.api import Part
 from penstock.log.writing.compose import Composer
@@ -53,7 +53,7 @@ def is_safe(log: Log, number: int) -> bool:
     return [record.point_of_ref for record in records(log)] == [number]
 
 
-def failure(effects: Iterable[Effect]) -> str:
+def failure(effects: Iterable[SourceEffect]) -> str:
     """Why a session ends the connection, which it tells too; nothing is asked for before that."""
     before: list[wire.Frame] = []
     for effect in effects:

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.errors import LeaseLostError
 from penstock.groups.outcomes import (
     Bury,
+    GroupOrder,
     GroupRules,
     GroupStep,
     History,
-    Order,
     Redeliver,
     Settlement,
 )
@@ -42,7 +42,7 @@ class GroupMachine(RuleBasedStateMachine):
         key_batch=st.integers(1, 3),
         deliveries_max=st.integers(1, 4),
     )
-    def begin(self, order: Order, key_batch: int, deliveries_max: int) -> None:
+    def begin(self, order: GroupOrder, key_batch: int, deliveries_max: int) -> None:
         self.given = GroupRules(
             order=order, key_batch=key_batch, lease_s=10, deliveries_max=deliveries_max,
             backoff_s=1, outstanding_max=30, in_flight_max=8, member_in_flight_max=5,

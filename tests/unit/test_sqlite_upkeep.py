@@ -91,7 +91,7 @@ def test_a_sequence_of_ids_is_one_row(path: Path) -> None:
         assert sum(1 for _ in orders(log, "s")) == 500
 
 
-def counted_and_stored(path: Path) -> list[sqlite.Row]:
+def counted_and_stored(path: Path) -> list[sqlite.SqlRow]:
     query = """SELECT p.bytes, coalesce(sum(b.bytes), 0) FROM partitions AS p
                LEFT JOIN batches AS b USING (stream_id, partition) GROUP BY stream_id, partition"""
     with contextlib.closing(sqlite.connect(path)) as connection:

@@ -56,13 +56,19 @@ def test_nobody_but_an_engine_takes_the_distance_of_two_offsets_for_a_count() ->
     assert not found
 
 
+CLASS_NAME = re.compile(r"_?[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*\Z")
+
+
 def test_a_class_name_means_one_thing() -> None:
-    """Engines prefix theirs; a private name counts as well."""
+    """Engines prefix theirs; a private name counts as well, and so does another name for a type."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in (ROOT / "src/penstock").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                found[node.name.lstrip("_")].add(str(path.relative_to(ROOT)))
+        tree = ast.parse(path.read_text("utf-8"))
+        classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        given = [node for node in tree.body if isinstance(node, ast.Assign)]
+        names = [t.id for node in given for t in node.targets if isinstance(t, ast.Name)]
+        for name in (*classes, *filter(CLASS_NAME.match, names)):
+            found[name.lstrip("_")].add(str(path.relative_to(ROOT)))
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 

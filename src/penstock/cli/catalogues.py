@@ -30,7 +30,7 @@ from penstock.log.api import Log
 from penstock.log.catalogue import PlanStep, load, make_plan
 from penstock.log.declaring.objects import CreateNamespace, DropNamespace
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the namespace.")]
+NamespaceArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the namespace.")]
 namespaces = typer.Typer(no_args_is_help=True, help="List, create and drop namespaces.")
 
 
@@ -61,7 +61,7 @@ def list_namespaces(
 @namespaces.command("create", epilog=examples("penstock namespace create shop"))
 def create_namespace(
     context: typer.Context,
-    name: NameArgument,
+    name: NamespaceArgument,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
@@ -74,7 +74,7 @@ def create_namespace(
 @namespaces.command("drop", epilog=examples("penstock namespace drop shop"))
 def drop_namespace(
     context: typer.Context,
-    name: NameArgument,
+    name: NamespaceArgument,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,

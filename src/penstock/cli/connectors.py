@@ -164,7 +164,7 @@ def list_connectors(
         table(list(shown), [[row[name] for name in shown.values()] for row in sinks])
 
 
-NameArgument = Annotated[
+ConnectorArgument = Annotated[
     str,
     typer.Argument(
         metavar="CONNECTOR", show_default=False,
@@ -179,7 +179,7 @@ NameArgument = Annotated[
 )
 def show(
     context: typer.Context,
-    connector: NameArgument,
+    connector: ConnectorArgument,
     json: JsonOption = False,
     log: LogOption = None,
     log_option: LogOptionsOption = None,
@@ -208,7 +208,7 @@ def show(
 @connectors.command("forget", epilog=examples("penstock connector forget orders --yes"))
 def forget(
     context: typer.Context,
-    connector: NameArgument,
+    connector: ConnectorArgument,
     yes: YesOption = False,
     json: JsonOption = False,
     log: LogOption = None,
@@ -240,7 +240,7 @@ def forget(
 )
 def rewind(
     context: typer.Context,
-    connector: NameArgument,
+    connector: ConnectorArgument,
     after: Annotated[
         str,
         typer.Option(

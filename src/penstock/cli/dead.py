@@ -67,7 +67,7 @@ ErrorOption = Annotated[
     str | None,
     typer.Option("--error", metavar="TEXT", help="Only letters whose error contains this."),
 ]
-KeyOption = Annotated[
+LetterKeyOption = Annotated[
     str | None, typer.Option("--key", metavar="KEY", help="Only letters for events with this key.")
 ]
 _PLACE = re.compile(r"(?:(\d+):)?(\d+)")
@@ -211,7 +211,7 @@ def list_letters(  # noqa: PLR0913  one parameter per option
     agent: AgentOption = None,
     group: GroupOption = None,
     error: ErrorOption = None,
-    key: KeyOption = None,
+    key: LetterKeyOption = None,
     open_: Annotated[
         bool, typer.Option("--open", help="Only letters that have not been replayed.")
     ] = False,

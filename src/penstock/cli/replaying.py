@@ -20,7 +20,7 @@ from penstock.cli.dead import (
     AgentOption,
     ErrorOption,
     GroupOption,
-    KeyOption,
+    LetterKeyOption,
     LetterRange,
     LettersArgument,
     Wanted,
@@ -104,7 +104,7 @@ def replay_letters(  # noqa: PLR0913  one parameter per option
     agent: AgentOption = None,
     group: GroupOption = None,
     error: ErrorOption = None,
-    key: KeyOption = None,
+    key: LetterKeyOption = None,
     start: WhereOption = None,
     until: UntilOption = None,
     data: Annotated[

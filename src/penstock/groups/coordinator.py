@@ -18,7 +18,7 @@ from penstock.groups.letters import find_replays, make_letters_stream
 from penstock.groups.names import GroupName
 from penstock.groups.outcomes import GroupRules
 from penstock.groups.reading import GroupReader
-from penstock.groups.rounds import GroupWriter, Tell
+from penstock.groups.rounds import GroupWriter
 from penstock.groups.saved import (
     GroupKeys,
     KnownGroup,
@@ -31,7 +31,7 @@ from penstock.log.api import Commit, Log, Start
 from penstock.log.claims import LEASE_S, Claim
 from penstock.log.declaring.objects import Stream
 from penstock.log.writing.commit import next_sequence
-from penstock.patience import Patience
+from penstock.patience import Patience, Tell
 from penstock.records.schema import Record
 
 JOIN_S = 60.0

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.groups.slots import Slot
 
-Order = Literal["key", "partition", "stream", "none"]
+GroupOrder = Literal["key", "partition", "stream", "none"]
 REASONS_MAX = 5
 REASON_CHARS_MAX = 200
 """Of each of the last reasons; a dead letter has more of the very last one."""
@@ -32,7 +32,7 @@ class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
     `member_in_flight_max` what is in flight.
     """
 
-    order: Order = "key"
+    order: GroupOrder = "key"
     key_batch: int = 1
     lease_s: float = 30.0
     deliveries_max: int = 5
@@ -60,7 +60,7 @@ class Bury(NamedTuple):
     reason: str
 
 
-Outcome = Redeliver | Bury | None
+MessageOutcome = Redeliver | Bury | None
 """What becomes of a message that was handed out; `None` if it is acknowledged."""
 
 
@@ -68,7 +68,7 @@ class Settlement(NamedTuple):
     """A message and what becomes of it."""
 
     slot: Slot
-    outcome: Outcome
+    outcome: MessageOutcome
 
 
 class History(NamedTuple):

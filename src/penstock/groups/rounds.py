@@ -18,9 +18,7 @@ from penstock.groups.state import GroupState
 from penstock.groups.transactions import PreparedTransaction
 from penstock.log.api import Commit, Holder, Log
 from penstock.log.writing.fate import Fate, fate_of
-from penstock.patience import Patience
-
-Tell = Callable[[str], None]
+from penstock.patience import Patience, Tell
 
 
 class GroupWriter:

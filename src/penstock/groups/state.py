@@ -25,7 +25,7 @@ from penstock.groups.outcomes import (
     GroupRules,
     GroupStep,
     History,
-    Outcome,
+    MessageOutcome,
     Redeliver,
     Settlement,
     add_reason,
@@ -221,7 +221,7 @@ class GroupState:
         slot = self.slot_of(lease)
         self._give_back(slot, now_s)
 
-    def settle(self, lease: int, outcome: Outcome, now_s: float) -> Settlement:
+    def settle(self, lease: int, outcome: MessageOutcome, now_s: float) -> Settlement:
         """What becomes of a message, to be saved; until that is finished nobody else has it.
 
         Raises `LeaseLostError` if it is not had any more. What was handed out behind one that is

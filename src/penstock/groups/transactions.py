@@ -37,7 +37,7 @@ from penstock.records.event import Key, key_bytes, keys_of, now_us
 from penstock.records.schema import Record
 
 T = TypeVar("T")
-State = Literal["new", "open", "committed", "rolled back"]
+GroupTransactionState = Literal["new", "open", "committed", "rolled back"]
 KAFKA = "kafka:"
 TIMEOUT_S = 600.0
 """How long a transaction may be open."""
@@ -182,7 +182,7 @@ class GroupTransaction:
         self._name = name
         self._producer = producer
         self._composer = Composer(producer, log.limits)
-        self._state: State = "new"
+        self._state: GroupTransactionState = "new"
         self._epoch: int | None = None
         self._leases: list[int] = []
         self._events: dict[str, list[Outgoing]] = {}
@@ -191,7 +191,7 @@ class GroupTransaction:
         self._bytes = 0
 
     @property
-    def state(self) -> State:
+    def state(self) -> GroupTransactionState:
         return self._state
 
     def __enter__(self) -> Self:

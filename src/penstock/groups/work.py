@@ -32,12 +32,12 @@ from penstock.groups.outcomes import (
     DELAY_S_MAX,
     Bury,
     GroupStep,
-    Outcome,
+    MessageOutcome,
     Redeliver,
     clean_reason,
 )
 from penstock.groups.reading import GroupReader
-from penstock.groups.rounds import GroupRound, GroupRounds, GroupWriter, Tell
+from penstock.groups.rounds import GroupRound, GroupRounds, GroupWriter
 from penstock.groups.saved import Clocks, KnownGroup
 from penstock.groups.slots import Lane, Slot
 from penstock.groups.state import GroupState
@@ -46,7 +46,7 @@ from penstock.log.api import Commit, Count
 from penstock.log.declaring.objects import Stream
 from penstock.log.letters import readable
 from penstock.log.writing.fate import Fate, fate_of
-from penstock.patience import Patience
+from penstock.patience import Patience, Tell
 from penstock.records.event import Event
 
 TICK_S = 0.5
@@ -256,7 +256,7 @@ class GroupWork:
         return self._settle(epoch, leases, lambda slot: Bury(text))
 
     def _settle(
-        self, epoch: int, leases: Sequence[int], judge: Callable[[Slot], Outcome]
+        self, epoch: int, leases: Sequence[int], judge: Callable[[Slot], MessageOutcome]
     ) -> Future[None]:
         with self._rounds.exclusively():
             self._check_leases(epoch, leases)

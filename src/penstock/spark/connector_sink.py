@@ -22,7 +22,7 @@ from pyspark.sql.datasource import DataSource, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from penstock.connect.addresses import check_address
-from penstock.connect.push.delivery import Delivery, Kind, patiently
+from penstock.connect.push.delivery import Delivery, DeliveryKind, patiently
 from penstock.connect.push.remote import RemoteSink
 from penstock.connect.push.worker import DialOptions
 from penstock.errors import ObjectExistsError, UsageError
@@ -82,7 +82,7 @@ class SinkWriteOptions(msgspec.Struct, frozen=True, kw_only=True):
             log_options=self.log_options,
         )  # fmt: skip
 
-    def delivery(self, log: Log, kind: Kind) -> Delivery:
+    def delivery(self, log: Log, kind: DeliveryKind) -> Delivery:
         return Delivery(log, self.target, self.stream, kind)
 
     def open_log(self) -> Log:

@@ -15,8 +15,8 @@ from penstock.log.api import Log, Start
 from penstock.log.declaring.quantities import parse_bytes
 from penstock.log.reading.read import start_offset
 
-OnGone = Literal["fail", "earliest", "latest"]
-OnDamage = Literal["fail", "skip"]
+SourceOnGone = Literal["fail", "earliest", "latest"]
+SourceOnDamage = Literal["fail", "skip"]
 _OF_SPARK = ("checkpointlocation", "queryname")
 BATCH_ROWS = 4_194_304
 BATCH_ROWS_ON_KAFKA = 1_048_576
@@ -39,8 +39,8 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows: int | None = None
     batch_bytes: int | None = None
     split_rows: int = SPLIT_ROWS
-    on_gone: OnGone = "fail"
-    on_damage: OnDamage = "fail"
+    on_gone: SourceOnGone = "fail"
+    on_damage: SourceOnDamage = "fail"
     columns: tuple[str, ...] | None = None
     changes: bool = False
     wait_ms: int = 0

@@ -18,7 +18,7 @@ import apsw
 import msgspec
 
 Operation = Literal["read", "write", "sync"]
-Failure = Literal["full", "io", "kill"]
+DiskFailure = Literal["full", "io", "kill"]
 
 
 class Fault(msgspec.Struct):
@@ -29,7 +29,7 @@ class Fault(msgspec.Struct):
     """
 
     operation: Operation
-    failure: Failure
+    failure: DiskFailure
     suffix: str = "-wal"
     at: int = 1
     lasting: bool = False

@@ -24,7 +24,7 @@ from penstock.records.schema import Record
 
 NAMES = ("plain", "table", "unique")
 PRODUCERS = ("p", "q")
-Outcome = Literal["committed", "repeated", "fenced", "old", "no piece", "no stream"]
+ModelOutcome = Literal["committed", "repeated", "fenced", "old", "no piece", "no stream"]
 
 
 class ModelEntry(Record):
@@ -32,7 +32,7 @@ class ModelEntry(Record):
     value: int
 
 
-Row = tuple[str, str | int | None, int]
+ModelRow = tuple[str, str | int | None, int]
 """Key, id if the producer gives one, and value."""
 
 
@@ -46,7 +46,7 @@ class ModelStaged(NamedTuple):
     stream: str
     stream_id: int
     partitions: int
-    rows: list[Row]
+    rows: list[ModelRow]
 
 
 class Model:
@@ -76,7 +76,7 @@ class Model:
         self.epochs[producer] = self.epochs.get(producer, 0) + 1
         return self.epochs[producer]
 
-    def admit(self, producer: str, epoch: int, sequence: int) -> Outcome | None:
+    def admit(self, producer: str, epoch: int, sequence: int) -> ModelOutcome | None:
         """The answer to a commit of this name that does not depend on its content."""
         if self.epochs.get(producer) != epoch:
             return "fenced"
@@ -85,7 +85,7 @@ class Model:
             return "old"
         return "repeated" if sequence == latest else None
 
-    def append(self, name: str, rows: list[Row], partitions: int) -> None:
+    def append(self, name: str, rows: list[ModelRow], partitions: int) -> None:
         for key, id_, value in rows:
             if id_ is not None:
                 if str(id_) in self.ids[name]:
@@ -152,7 +152,9 @@ class LogMachine(RuleBasedStateMachine):
             self.model.grow("plain", partitions)
 
     @rule(data=st.data(), sequence=sequences, content=st.dictionaries(st.sampled_from(NAMES), rows))
-    def commit(self, data: st.DataObject, sequence: int, content: dict[str, list[Row]]) -> None:
+    def commit(
+        self, data: st.DataObject, sequence: int, content: dict[str, list[ModelRow]]
+    ) -> None:
         """Commit parts with any holder that has ever existed."""
         if not self.holders:
             return
@@ -174,7 +176,7 @@ class LogMachine(RuleBasedStateMachine):
         self.model.progress[producer] = str(sequence).encode()
 
     @rule(data=st.data(), sequence=sequences, name=st.sampled_from(NAMES), content=rows)
-    def stage(self, data: st.DataObject, sequence: int, name: str, content: list[Row]) -> None:
+    def stage(self, data: st.DataObject, sequence: int, name: str, content: list[ModelRow]) -> None:
         if not self.holders:
             return
         holder, epoch = data.draw(st.sampled_from(self.holders))
@@ -258,7 +260,7 @@ class LogMachine(RuleBasedStateMachine):
         if hasattr(self, "log"):
             self.close_log()
 
-    def _part(self, name: str, found: list[Row]) -> Part:
+    def _part(self, name: str, found: list[ModelRow]) -> Part:
         stream = self.log.stream(name)
         events = [
             self.composer.admit(
@@ -269,11 +271,11 @@ class LogMachine(RuleBasedStateMachine):
         return self.composer.part(stream, events)
 
     @staticmethod
-    def _rows(name: str, found: list[Row]) -> list[Row]:
+    def _rows(name: str, found: list[ModelRow]) -> list[ModelRow]:
         return [(key, id_ if name == "unique" else None, value) for key, id_, value in found]
 
     @staticmethod
-    def _answer(work: Callable[[], Committed | None]) -> Outcome:
+    def _answer(work: Callable[[], Committed | None]) -> ModelOutcome:
         try:
             done = work()
         except FencedError:

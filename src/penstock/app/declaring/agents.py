@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 D = TypeVar("D")
-Ack = Literal["auto", "manual"]
+AckMode = Literal["auto", "manual"]
 RETRIES_MAX = 100
 BATCH_ROWS_MAX = 1_000_000
 
@@ -37,7 +37,7 @@ class AgentOptions(NamedTuple):
     retries: int
     backoff: Duration
     batch_rows: int
-    ack: Ack
+    ack: AckMode
 
 
 def declare_agent(app: App, function: Callable[P, D], asked: AgentOptions) -> CallableAgent[P, D]:
@@ -87,7 +87,7 @@ def _check_options(app: App, name: str, asked: AgentOptions, where: Location) ->
     if len({stream.name for stream in asked.streams}) < len(asked.streams):
         raise AppError(f"{where}: agent {name} names the same stream twice")
     check_word(where, f"agent {name}: on_error", asked.on_error, OnError)
-    check_word(where, f"agent {name}: ack", asked.ack, Ack)
+    check_word(where, f"agent {name}: ack", asked.ack, AckMode)
     keyless = [stream.name for stream in asked.streams if stream.key is None]
     if asked.state is not None and keyless:
         raise AppError(

@@ -25,8 +25,8 @@ from penstock.app.declaring.definitions import (
     Definition,
     Feed,
     Listening,
-    Place,
     Sinking,
+    StreamOrTable,
 )
 from penstock.app.declaring.derivations import (
     DerivedFrom,
@@ -266,7 +266,7 @@ class App:
     @overload
     def derive(
         self,
-        *inputs: Place,
+        *inputs: StreamOrTable,
         record: type[R],
         key: str | None = ...,
         name: str | None = ...,
@@ -280,7 +280,7 @@ class App:
     @overload
     def derive(
         self,
-        *inputs: Place,
+        *inputs: StreamOrTable,
         record: None = None,
         key: str | None = ...,
         name: str | None = ...,
@@ -293,7 +293,7 @@ class App:
 
     def derive(
         self,
-        *inputs: Place,
+        *inputs: StreamOrTable,
         key: str | None = None,
         record: type[Record] | None = None,
         name: str | None = None,
@@ -315,7 +315,7 @@ class App:
 
     def derive_table(
         self,
-        *inputs: Place,
+        *inputs: StreamOrTable,
         key: str | Sequence[str],
         name: str | None = None,
         window: Windows | None = None,
@@ -428,7 +428,7 @@ class App:
     def _lookup(
         self,
         stream: AppStream[object],
-        table: Place,
+        table: StreamOrTable,
         how: Literal["left", "inner"],
         name: str | None,
     ) -> AppStream[object]:

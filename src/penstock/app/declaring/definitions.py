@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
-Place = AppStream[object] | AppTable[object]
+StreamOrTable = AppStream[object] | AppTable[object]
 
 
 @dataclass(eq=False, frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class Definition:
     """Reads `inputs`, writes `outputs`; `reads` are tables it looks things up in."""
 
     name: str
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
+    inputs: tuple[StreamOrTable, ...]
+    outputs: tuple[StreamOrTable, ...]
     location: Location
     reads: tuple[AppTable[object], ...] = ()
 

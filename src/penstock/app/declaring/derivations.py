@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 from penstock.app.declaring.checks import check_late, declare_stream, length, place_name
-from penstock.app.declaring.definitions import Derivation, Place
+from penstock.app.declaring.definitions import Derivation, StreamOrTable
 from penstock.app.declaring.location import Location, of_function
 from penstock.app.declaring.streams import AppStream, DerivedStream
 from penstock.app.declaring.tables import DerivedTable
@@ -24,7 +24,7 @@ D = TypeVar("D")
 class DerivedFrom(NamedTuple):
     """What a function is given: its inputs, their windows if any, and where late events go."""
 
-    inputs: tuple[Place, ...]
+    inputs: tuple[StreamOrTable, ...]
     window: Windows | None
     late: AppStream[object] | None
 
@@ -107,7 +107,11 @@ def declare_derived_table(
 
 
 def _define(
-    app: App, function: Callable[..., object], source: DerivedFrom, output: Place, where: Location
+    app: App,
+    function: Callable[..., object],
+    source: DerivedFrom,
+    output: StreamOrTable,
+    where: Location,
 ) -> None:
     name, (inputs, window, late) = output.name, source
     if not inputs:

@@ -15,7 +15,7 @@ from penstock.app.declaring.checks import (
     table_type,
     why_not,
 )
-from penstock.app.declaring.definitions import Lookup, Place, Rekey, StreamJoin, TableJoin
+from penstock.app.declaring.definitions import Lookup, Rekey, StreamJoin, StreamOrTable, TableJoin
 from penstock.app.declaring.location import Location, caller
 from penstock.app.declaring.streams import AppStream, How
 from penstock.app.declaring.tables import AppTable
@@ -88,7 +88,7 @@ def _copy_stream(
 def lookup(
     app: App,
     stream: AppStream[object],
-    place: Place,
+    place: StreamOrTable,
     how: Literal["left", "inner"],
     name: str | None,
 ) -> AppStream[object]:
@@ -134,7 +134,7 @@ def lookup(
     return app.add_stream(made)
 
 
-def as_table(where: Location, name: str, place: Place) -> AppTable[object]:
+def as_table(where: Location, name: str, place: StreamOrTable) -> AppTable[object]:
     """The table to look up; a stream declared with `table=True` is a table that others fill."""
     if isinstance(place, AppTable):
         return place

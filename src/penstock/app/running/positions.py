@@ -17,7 +17,7 @@ from penstock.errors import ClaimLostError
 from penstock.log.api import Log
 from penstock.log.declaring.names import PRODUCER_CHARS_MAX
 
-Offsets = dict[str, dict[int, int]]
+StreamOffsets = dict[str, dict[int, int]]
 """The next offset by stream and partition."""
 
 
@@ -38,7 +38,7 @@ class _Position(msgspec.Struct, kw_only=True, tag_field="of"):
 class StartPosition(_Position, tag="start"):
     """Where a definition starts after a reset; `ids` identify the streams of the offsets."""
 
-    next: Offsets = {}
+    next: StreamOffsets = {}
     ids: dict[str, int] = {}
 
 
@@ -51,7 +51,7 @@ class BatchPosition(_Position, tag="batches"):
     a version that has them again.
     """
 
-    next: Offsets = {}
+    next: StreamOffsets = {}
     ids: dict[str, int] = {}
     again: dict[str, dict[int, list[tuple[int, int]]]] = {}
     workers: dict[str, dict[int, str]] = {}
@@ -72,7 +72,7 @@ class CheckpointPosition(_Position, tag="checkpoint"):
     checkpoint: str
     plan: str
     batch: int | None = None
-    next: Offsets = {}
+    next: StreamOffsets = {}
     ids: dict[str, int] = {}
 
 
@@ -154,7 +154,7 @@ class _EarlierPosition(msgspec.Struct, kw_only=True):
 
     producer: str
     sequence: int
-    next: Offsets
+    next: StreamOffsets
     ids: dict[str, int] = {}
     again: dict[str, dict[int, list[tuple[int, int]]]] = {}
     workers: dict[str, dict[int, str]] = {}

@@ -29,7 +29,7 @@ from penstock.errors import (
 )
 from penstock.log.api import Log
 
-State = Literal["starting", "running", "restarting", "failed", "stopped"]
+QueryState = Literal["starting", "running", "restarting", "failed", "stopped"]
 RATE_WINDOW_S = 10.0
 STEPS_MAX = 1000
 GONE_S = 5.0
@@ -59,7 +59,7 @@ class QueryStatus(msgspec.Struct, kw_only=True):
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    state: State = "starting"
+    state: QueryState = "starting"
     rows_in: int = 0
     rows_out: int = 0
     rows_skipped: int = 0

@@ -40,7 +40,7 @@ from penstock.connect.push.remote import (
     rows_of,
     slot_rows,
 )
-from penstock.connect.push.worker import DialOptions, Row
+from penstock.connect.push.worker import DialOptions, EncodedRow
 from penstock.errors import ConnectorError, OffsetGoneError, RowsRefusedError
 from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Log, Piece
@@ -95,7 +95,7 @@ class SinkWork:
         vote = vote._replace(left_out=tuple(sorted(refused)))
         return Outcome(rows_out=vote.rows, votes=(vote,), pieces=pieces, rows_skipped=len(refused))
 
-    def rows(self, batch: Batch, slot: int, slots: int) -> list[Row]:
+    def rows(self, batch: Batch, slot: int, slots: int) -> list[EncodedRow]:
         """The messages of a batch that belong to the slot."""
         if self._encoder is None:
             return list(rows_of(batch, slot, slots))
@@ -296,7 +296,7 @@ class SinkQuery(Query):
         self._has_told = True
         self._ask_s, self._ask_at = ASK_S, time.monotonic() + ASK_S
 
-    def _reread(self, decision: Decision) -> Iterator[list[Row]]:
+    def _reread(self, decision: Decision) -> Iterator[list[EncodedRow]]:
         """The messages of a decision, read and encoded again as before."""
         work, share = SinkWork(self._app, self._definition), decision.share
         ranges = tuple(Range(*range_) for range_ in share.ranges)

@@ -16,8 +16,7 @@ from penstock.app.running.runner import Runner, RunnerOptions
 from penstock.app.running.takeover import CLAIMS
 from penstock.log.api import Log
 from penstock.log.claims import Claim, Claims
-
-Tell = Callable[[str], None]
+from penstock.patience import Tell
 
 
 @contextlib.contextmanager

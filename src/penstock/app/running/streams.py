@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.app.declaring.definitions import Agent, Place
+from penstock.app.declaring.definitions import Agent, StreamOrTable
 from penstock.app.declaring.plan import Plan
 from penstock.app.declaring.tables import AppTable
 from penstock.app.running.positions import writer_name
@@ -31,7 +31,7 @@ def make_streams(log: Log, plan: Plan) -> None:
         for output in definition.outputs
         if isinstance(output, AppTable)
     }
-    places: list[Place] = [*plan.app.streams.values(), *plan.app.tables.values()]
+    places: list[StreamOrTable] = [*plan.app.streams.values(), *plan.app.tables.values()]
     for place in places:
         if place.spec is not None:
             wanted[place.name] = (place.spec, place.location)

@@ -20,7 +20,7 @@ from penstock.records.arrow import UTC_MICROSECONDS, codec_of
 from penstock.records.documents import Documents, from_documents, not_json
 from penstock.records.event import DATA, from_microseconds, now_us
 
-Decoder = Callable[[bytes], object]
+MessageDecoder = Callable[[bytes], object]
 OFFSET_MAX = (1 << 63) - 1
 """A message's number may not fit into a record's field; its id contains it in full."""
 
@@ -75,7 +75,7 @@ def to_parts(
     stream: Stream,
     name: str,
     messages: Sequence[Message],
-    decoder: Decoder | None = None,
+    decoder: MessageDecoder | None = None,
 ) -> tuple[list[Part], list[Wrong]]:
     """Turn messages of the connector stream `name` into events; also return the invalid ones.
 
@@ -108,7 +108,7 @@ def _together(
     stream: Stream,
     name: str,
     messages: Sequence[Message],
-    decoder: Decoder | None,
+    decoder: MessageDecoder | None,
 ) -> tuple[list[Part], list[Wrong]]:
     """Raise if the stream refuses one of the messages outright, or it cannot be decoded."""
     if decoder is not None:

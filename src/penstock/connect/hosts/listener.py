@@ -38,10 +38,10 @@ from penstock.connect.protocol import wire
 from penstock.connect.protocol.effects import CLOSED, SENT_AWAY, Close
 from penstock.connect.protocol.source_session import (
     Ask,
-    Effect,
     Flush,
     Intake,
     Release,
+    SourceEffect,
     SourceSession,
     Terms,
 )
@@ -227,7 +227,7 @@ class _SourceConnection(Connection):
             if reason:
                 return reason
 
-    def _next(self) -> Iterable[Effect]:
+    def _next(self) -> Iterable[SourceEffect]:
         """The effects of what was received, or of receiving nothing."""
         data = self.gather()
         self._patient_until = time.monotonic() + GRACE_S
@@ -240,7 +240,7 @@ class _SourceConnection(Connection):
             return [] if self._is_lost else [Flush(), Close(CLOSED)]
         return []
 
-    def _handle(self, data: bytes) -> Iterator[Effect]:
+    def _handle(self, data: bytes) -> Iterator[SourceEffect]:
         """Accept the frames before an invalid one, which would otherwise be sent again with it."""
         frames, wrong = [], ""
         try:
@@ -251,7 +251,7 @@ class _SourceConnection(Connection):
         if wrong and self._session.state != "closed":
             yield from self._session.fail(wrong)
 
-    def perform(self, effect: Effect) -> list[Effect]:
+    def perform(self, effect: SourceEffect) -> list[SourceEffect]:
         """Carry out one effect; return those that follow from it."""
         match effect:
             case Ask():
@@ -265,7 +265,7 @@ class _SourceConnection(Connection):
 
     # Streams
 
-    def _ask(self, ask: Ask) -> list[Effect]:
+    def _ask(self, ask: Ask) -> list[SourceEffect]:
         """Claim the streams that are available, many at once, and answer for each."""
         asked: list[Asked] = []
         for stream_id, name in ask.streams:
@@ -293,7 +293,7 @@ class _SourceConnection(Connection):
             self.server.stopping.wait(GRACE_S / 5)
         return found
 
-    def _answer(self, asked: Asked, found: StreamClaim | SourceRecord) -> list[Effect]:
+    def _answer(self, asked: Asked, found: StreamClaim | SourceRecord) -> list[SourceEffect]:
         if isinstance(found, StreamClaim):
             self._claims[asked.stream_id] = found
             return self._session.grant(asked.stream_id, found.record.point_of_ref)
@@ -328,7 +328,7 @@ class _SourceConnection(Connection):
 
     # Messages
 
-    def _flush(self) -> list[Effect]:
+    def _flush(self) -> list[SourceEffect]:
         """Commit everything that was received, each stream separately, several at once.
 
         If there are many, they are prepared first: threads that compute would hold up those that

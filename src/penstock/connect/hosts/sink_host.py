@@ -45,12 +45,12 @@ from penstock.connect.protocol.sink_session import (
     Acknowledge,
     Append,
     Approve,
-    Effect,
     Left,
     Note,
     Open,
     Prepare,
     Resolve,
+    SinkEffect,
     SinkSession,
     SinkTerms,
     Vote,
@@ -323,7 +323,7 @@ class _SinkConnection(Connection):
                 return reason
         return "the sink is stopping"
 
-    def perform(self, effect: Effect) -> Iterable[Effect]:
+    def perform(self, effect: SinkEffect) -> Iterable[SinkEffect]:
         match effect:
             case Approve():
                 return self._approve(effect)
@@ -345,7 +345,7 @@ class _SinkConnection(Connection):
 
     # Effects
 
-    def _approve(self, asked: Approve) -> Iterable[Effect]:
+    def _approve(self, asked: Approve) -> Iterable[SinkEffect]:
         if not WORKER.match(asked.worker):
             return self._session.fail(
                 "a worker's name must be 1 to 200 letters, digits and . _ @ : / = + -"
@@ -357,7 +357,7 @@ class _SinkConnection(Connection):
         self._host.greet(asked.worker, standing)
         return self._session.admit(standing)
 
-    def _open(self, stream: int) -> Iterable[Effect]:
+    def _open(self, stream: int) -> Iterable[SinkEffect]:
         try:
             self._stages[stream] = stage = self._host.open_stage(self._session.worker, stream)
         except Exception as error:
@@ -404,7 +404,7 @@ class _SinkConnection(Connection):
             return _explain("could not save the vote", error)
         return ""
 
-    def _resolve(self, vote: Vote, commit: bool) -> list[Effect]:
+    def _resolve(self, vote: Vote, commit: bool) -> list[SinkEffect]:
         stages = [self._stages[stretch.stream] for stretch in vote.stretches]
         try:
             failpoint("sink.resolve")

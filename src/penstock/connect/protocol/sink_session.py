@@ -18,7 +18,7 @@ from penstock.connect.protocol import wire
 from penstock.connect.protocol.effects import PASSING, Close, Send, error, plain
 from penstock.connect.protocol.marks import STAGED
 
-State = Literal["initial", "approval", "phase1", "phase2", "closed"]
+SinkState = Literal["initial", "approval", "phase1", "phase2", "closed"]
 QUEUED_MAX = 10_000
 STREAMS_MAX = 1000
 """How many streams a worker may have; Penstock's own workers have one."""
@@ -126,7 +126,7 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-Effect = Send | Approve | Open | Append | Prepare | Resolve | Acknowledge | Left | Note | Close
+SinkEffect = Send | Approve | Open | Append | Prepare | Resolve | Acknowledge | Left | Note | Close
 
 
 class Taking:
@@ -160,7 +160,7 @@ class SinkSession:
 
     def __init__(self, terms: SinkTerms) -> None:
         self._terms = terms
-        self.state: State = "initial"
+        self.state: SinkState = "initial"
         self.worker = ""
         self.attempt: tuple[int, ...] = ()
         self.standing = WorkerStanding()
@@ -172,7 +172,7 @@ class SinkSession:
 
     # Frames
 
-    def receive(self, frames: Iterable[wire.Frame]) -> Iterator[Effect]:
+    def receive(self, frames: Iterable[wire.Frame]) -> Iterator[SinkEffect]:
         """The effects of frames; none after a `Close`.
 
         Each effect must be carried out, and its answer given, before the next is requested.
@@ -203,7 +203,7 @@ class SinkSession:
         is_open = self.state in ("phase1", "phase2")
         return frame if isinstance(frame, wire.Message) and frame.stream_id and is_open else None
 
-    def _open(self, stream: int) -> list[Effect]:
+    def _open(self, stream: int) -> list[SinkEffect]:
         """Open a stream, if it is new."""
         if stream in self._takings:
             return []
@@ -219,7 +219,7 @@ class SinkSession:
         self.standing = msgspec.structs.replace(self.standing, committed=ends)
         self._takings[stream] = Taking(self.standing.kept_of(stream))
 
-    def _handle(self, frame: wire.Frame) -> Iterable[Effect]:
+    def _handle(self, frame: wire.Frame) -> Iterable[SinkEffect]:
         match self.state:
             case "initial":
                 return self._hello(frame)
@@ -247,7 +247,7 @@ class SinkSession:
                 return [self._close(f"the worker reports: {frame.message}")]
         return self.fail(f"a worker cannot send {type(frame).__name__} now")
 
-    def _hello(self, frame: wire.Frame) -> list[Effect]:
+    def _hello(self, frame: wire.Frame) -> list[SinkEffect]:
         if not isinstance(frame, wire.Hello):
             return self.fail(f"{type(frame).__name__} was sent before Hello")
         if frame.version not in wire.VERSIONS:
@@ -259,7 +259,7 @@ class SinkSession:
         self.worker = frame.instance
         return [Approve(frame.instance, frame.program)]
 
-    def _notify(self, frame: wire.Notify) -> Iterator[Effect]:
+    def _notify(self, frame: wire.Notify) -> Iterator[SinkEffect]:
         """Answer with the stream's committed position, followed for Penstock's own workers by how
         much of it is applied.
         """
@@ -274,7 +274,7 @@ class SinkSession:
             if self.attempt:
                 yield Acknowledge(0, (frame.stream_id,))
 
-    def _two_phase(self, message: wire.Message) -> list[Effect]:
+    def _two_phase(self, message: wire.Message) -> list[SinkEffect]:
         request = wire.two_phase(message)
         match request:
             case wire.ListUncommitted(rtag=rtag):
@@ -291,7 +291,7 @@ class SinkSession:
 
     # Two phases
 
-    def _phase1(self, asked: wire.Phase1) -> list[Effect]:
+    def _phase1(self, asked: wire.Phase1) -> list[SinkEffect]:
         if self.state == "phase2":
             return self.fail(
                 f"Phase1 of {asked.transaction} was sent while another transaction is pending"
@@ -331,18 +331,18 @@ class SinkSession:
             )
         return ""
 
-    def _refuse(self, vote: Vote, why: str) -> list[Effect]:
+    def _refuse(self, vote: Vote, why: str) -> list[SinkEffect]:
         """Vote against it. The protocol has no field for the reason: Penstock's own workers, which
         state their attempt, know that an ERROR after the vote is its reason, and not the end.
         """
         self._refused = vote
-        answer: list[Effect] = [
+        answer: list[SinkEffect] = [
             Note(f"worker {self.worker}: voting against {vote.transaction}: {plain(why)}"),
             _reply(wire.Reply(vote.transaction, False)),
         ]
         return [*answer, error(why)] if self.attempt else answer
 
-    def finish_vote(self, vote: Vote, wrong: str) -> list[Effect]:
+    def finish_vote(self, vote: Vote, wrong: str) -> list[SinkEffect]:
         """Answer with the vote: the bytes are durable and it is saved, or `wrong` says why not."""
         if wrong:
             for stretch in vote.stretches:
@@ -352,7 +352,7 @@ class SinkSession:
         self.state = "phase2"
         return [_reply(wire.Reply(vote.transaction, True))]
 
-    def _phase2(self, outcome: wire.Phase2) -> list[Effect]:
+    def _phase2(self, outcome: wire.Phase2) -> list[SinkEffect]:
         pending = self.standing.pending
         if pending is not None and pending.transaction == outcome.transaction:
             return [Resolve(pending, outcome.commit)]
@@ -408,7 +408,7 @@ class SinkSession:
 
     # What is decided outside
 
-    def admit(self, standing: WorkerStanding) -> Iterator[Effect]:
+    def admit(self, standing: WorkerStanding) -> Iterator[SinkEffect]:
         """Let the worker connect, with this standing."""
         self.standing = standing
         for stream in standing.streams():
@@ -427,7 +427,7 @@ class SinkSession:
         taking = self._takings[stream]
         taking.has_gap, taking.wrong = True, reason
 
-    def fail(self, reason: str) -> list[Effect]:
+    def fail(self, reason: str) -> list[SinkEffect]:
         """End the connection, reporting the reason."""
         return [error(reason), self._close(reason)]
 

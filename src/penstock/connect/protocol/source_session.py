@@ -17,7 +17,7 @@ import msgspec
 from penstock.connect.protocol import wire
 from penstock.connect.protocol.effects import SENT_AWAY, Close, Send, error
 
-State = Literal["connected", "streaming", "closed"]
+SourceState = Literal["connected", "streaming", "closed"]
 ASK_MAX = 256
 """How many streams are requested together."""
 EOS_DRIFT = 1
@@ -43,7 +43,7 @@ class Release(msgspec.Struct, frozen=True):
     stream_id: int
 
 
-Effect = Send | Ask | Flush | Release | Close
+SourceEffect = Send | Ask | Flush | Release | Close
 
 
 class Intake:
@@ -100,7 +100,7 @@ class SourceSession:
 
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
-        self.state: State = "connected"
+        self.state: SourceState = "connected"
         self.program = ""
         self.instance = ""
         self.intakes: dict[int, Intake] = {}
@@ -114,7 +114,7 @@ class SourceSession:
         self._waiting: dict[int, Intake] = {}
         """The streams with messages that are not durable yet."""
 
-    def receive(self, frames: Iterable[wire.Frame]) -> Iterator[Effect]:
+    def receive(self, frames: Iterable[wire.Frame]) -> Iterator[SourceEffect]:
         """The effects of frames; none after a `Close`.
 
         Each effect must be carried out, and its answer given, before the next is requested.
@@ -143,7 +143,7 @@ class SourceSession:
         found, self._waiting = self._waiting.values(), {}
         return [intake for intake in found if intake.messages]
 
-    def _other(self, frame: wire.Frame) -> list[Effect]:
+    def _other(self, frame: wire.Frame) -> list[SourceEffect]:
         if isinstance(frame, wire.Hello):
             return self._hello(frame)
         if self.state != "streaming":
@@ -159,7 +159,7 @@ class SourceSession:
 
     # Frames
 
-    def _hello(self, frame: wire.Hello) -> list[Effect]:
+    def _hello(self, frame: wire.Hello) -> list[SourceEffect]:
         if self.state != "connected":
             return self.fail("Hello was sent twice on one connection")
         if frame.version not in wire.VERSIONS:
@@ -172,7 +172,7 @@ class SourceSession:
         self.credits = self._terms.credits
         return [Send(wire.Ok(self.credits))]
 
-    def _notify(self, frame: wire.Notify) -> list[Effect]:
+    def _notify(self, frame: wire.Notify) -> list[SourceEffect]:
         if wrong := self._charge():
             return self.fail(wrong)
         if frame.stream_id in self.intakes or frame.stream_id in self._asked:
@@ -192,7 +192,7 @@ class SourceSession:
         self._waiting[frame.stream_id] = intake
         return intake.take(frame)
 
-    def _eos(self, frame: wire.Eos) -> list[Effect]:
+    def _eos(self, frame: wire.Eos) -> list[SourceEffect]:
         self._drift += EOS_DRIFT
         if wrong := self._charge():
             return self.fail(wrong)
@@ -207,18 +207,18 @@ class SourceSession:
 
     # What is decided outside
 
-    def grant(self, stream_id: int, point_of_ref: int) -> list[Effect]:
+    def grant(self, stream_id: int, point_of_ref: int) -> list[SourceEffect]:
         """Grant the stream, starting after this point of reference."""
         intake = Intake(stream_id, self._asked.pop(stream_id), point_of_ref)
         self.intakes[stream_id] = intake
         return [Send(wire.NotifyAck(True, stream_id, point_of_ref))]
 
-    def refuse(self, stream_id: int, point_of_ref: int) -> list[Effect]:
+    def refuse(self, stream_id: int, point_of_ref: int) -> list[SourceEffect]:
         """Refuse the stream, which another connector has."""
         self._asked.pop(stream_id)
         return [Send(wire.NotifyAck(False, stream_id, point_of_ref))]
 
-    def finish_commit(self, points: Sequence[tuple[int, int]]) -> list[Effect]:
+    def finish_commit(self, points: Sequence[tuple[int, int]]) -> list[SourceEffect]:
         """Acknowledge that streams are durable up to these messages, and grant credits again."""
         for stream_id, point in points:
             self.intakes[stream_id].point_of_ref = point
@@ -233,12 +233,12 @@ class SourceSession:
     def release(self, stream_id: int) -> None:
         del self.intakes[stream_id]
 
-    def restart(self, address: str = "") -> list[Effect]:
+    def restart(self, address: str = "") -> list[SourceEffect]:
         """Tell the connector to reconnect and request its streams again."""
         self.state = "closed"
         return [Send(wire.Restart(address)), Close(SENT_AWAY)]
 
-    def fail(self, reason: str) -> list[Effect]:
+    def fail(self, reason: str) -> list[SourceEffect]:
         """End the connection, reporting the reason; what was received before is made durable."""
         is_open = self.state == "streaming"
         self.state = "closed"

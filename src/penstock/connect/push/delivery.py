@@ -31,7 +31,7 @@ from penstock.connect.push.remote import (
     RemoteSink,
     rows_of,
 )
-from penstock.connect.push.worker import Row
+from penstock.connect.push.worker import EncodedRow
 from penstock.errors import ConnectorError, LogError, OffsetGoneError, SinkGoneError, UsageError
 from penstock.failpoints import failpoint
 from penstock.log.api import Commit, Committed, Log
@@ -39,7 +39,7 @@ from penstock.log.reading.read import count_from
 from penstock.log.writing.commit import commit_surely, next_sequence
 
 T = TypeVar("T")
-Kind = Literal["stream", "batch"]
+DeliveryKind = Literal["stream", "batch"]
 AT_ONCE_MAX = 8
 ROUND_ROWS = 262_144
 """The most events of a partition in one transaction, if they are delivered by stream."""
@@ -59,7 +59,7 @@ class Delivered(msgspec.Struct):
     `transactions` is what earlier versions saved instead of `sink`.
     """
 
-    kind: Kind
+    kind: DeliveryKind
     stream: str
     stream_id: int
     next: dict[int, int]
@@ -79,7 +79,7 @@ class Delivery:
     holder delivers the rest.
     """
 
-    def __init__(self, log: Log, target: RemoteSink, stream: str, kind: Kind) -> None:
+    def __init__(self, log: Log, target: RemoteSink, stream: str, kind: DeliveryKind) -> None:
         self._log = log
         self._target = target
         self._key = f"{PREFIX}{target.query}"
@@ -110,7 +110,7 @@ class Delivery:
         book = self._target.resume(worker, self._books.book(worker), step, self._reread)
         self._books = self._books.replace(worker, book)
 
-    def _begin(self, kind: Kind, stream_id: int) -> Delivered:
+    def _begin(self, kind: DeliveryKind, stream_id: int) -> Delivered:
         """Raises `UsageError` if another producer delivers the stream: each would get all rows."""
         for key, packed in self._log.progress_items(PREFIX).items():
             if _decoder.decode(packed).stream_id == stream_id:
@@ -189,7 +189,7 @@ class Delivery:
                 if len(book.open) > open_max:
                     time.sleep(APPLIED_S)
 
-    def _reread(self, decision: Decision) -> Iterator[list[Row]]:
+    def _reread(self, decision: Decision) -> Iterator[list[EncodedRow]]:
         """Read a decision's messages again, as they were sent."""
         for _, partition, start, end in decision.share.ranges:
             try:
@@ -209,7 +209,7 @@ class Delivery:
             for p, end in ends.items()
         }
 
-    def _rows(self, partition: int, end: int) -> Iterator[list[Row]]:
+    def _rows(self, partition: int, end: int) -> Iterator[list[EncodedRow]]:
         for batch in self._log.read(self._stream, partition, self._at.next[partition], end):
             yield list(rows_of(batch))
 

@@ -28,14 +28,14 @@ from penstock.connect.push.books import (
     find_missing,
     may_have,
 )
-from penstock.connect.push.worker import DialOptions, Row, SinkWorker
+from penstock.connect.push.worker import DialOptions, EncodedRow, SinkWorker
 from penstock.errors import ConnectorError, RowsRefusedError, SinkGoneError
 from penstock.failpoints import failpoint
 from penstock.log.batch import Batch, documents_of
 from penstock.records.event import DELETED, partitions_of
 
-Encoder = Callable[..., bytes]
-Reread = Callable[[Decision], Iterable[list[Row]]]
+RowEncoder = Callable[..., bytes]
+Reread = Callable[[Decision], Iterable[list[EncodedRow]]]
 """Reads a decision's messages from the log again, as they were sent."""
 ENCODED = "_encoded"
 
@@ -78,7 +78,11 @@ class RemoteSink(msgspec.Struct, frozen=True):
         return SinkWorker(self.address, worker, (*step, time.time_ns()), self.options)
 
     def push(
-        self, worker: str, batches: Iterable[list[Row]], step: DialStep, start: int | None = None
+        self,
+        worker: str,
+        batches: Iterable[list[EncodedRow]],
+        step: DialStep,
+        start: int | None = None,
     ) -> SinkVote:
         """Send a worker its share and request its vote. `start` is that of its book.
 
@@ -168,8 +172,8 @@ class RemoteSink(msgspec.Struct, frozen=True):
 
 
 def rows_of(
-    batch: Batch, slot: int = 0, slots: int = 1, encoder: Encoder | None = None
-) -> Iterator[Row]:
+    batch: Batch, slot: int = 0, slots: int = 1, encoder: RowEncoder | None = None
+) -> Iterator[EncodedRow]:
     """Key, time and data of each event in the slot. Data is JSON, or unchanged bytes, or the result
     of the encoder.
     """
@@ -179,7 +183,7 @@ def rows_of(
     documents = documents_of(batch.stream, whole) if encoder is None else whole.column(ENCODED)
     documents = documents.fill_null(b"")  # a deleted entry has no data
     times = whole.column("_time").cast(pa.int64())
-    columns: Iterable[Row] = zip(
+    columns: Iterable[EncodedRow] = zip(
         whole.column("_key").to_pylist(),
         pc.multiply(times, 1000).to_pylist(),
         documents.to_pylist(),
@@ -204,7 +208,9 @@ def slot_rows(
     return whole.filter(pc.equal(partitions_of(whole.column("_key"), slots, 0), slot))
 
 
-def leave_out(batches: Iterable[list[Row]], numbers: Container[int]) -> Iterator[list[Row]]:
+def leave_out(
+    batches: Iterable[list[EncodedRow]], numbers: Container[int]
+) -> Iterator[list[EncodedRow]]:
     """The rows except those with these numbers, counted over all batches."""
     first = 0
     for rows in batches:
@@ -212,6 +218,6 @@ def leave_out(batches: Iterable[list[Row]], numbers: Container[int]) -> Iterator
         first += len(rows)
 
 
-def _encode_all(batch: Batch, encoder: Encoder) -> pa.Array:
+def _encode_all(batch: Batch, encoder: RowEncoder) -> pa.Array:
     made = [None if value is None else encoder(value) for value in batch.values()]
     return pa.array(made, pa.binary())

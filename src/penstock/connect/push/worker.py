@@ -31,7 +31,7 @@ STREAM = 1
 SEND_BYTES = 1 << 18
 LAST_WORDS_S = 1.0
 F = TypeVar("F")
-Row = tuple[bytes | None, int, bytes]
+EncodedRow = tuple[bytes | None, int, bytes]
 """Key, event time and data of a message."""
 
 
@@ -126,15 +126,15 @@ class SinkWorker:
         """A digest of everything that was sent."""
         return self._digest.hexdigest()
 
-    def send(self, messages: Sequence[Row]) -> None:
+    def send(self, messages: Sequence[EncodedRow]) -> None:
         """Send messages: key, event time and data of each."""
         self._translate(lambda: self._send_all(messages, 0))
 
-    def send_from(self, messages: Sequence[Row], skip: int) -> None:
+    def send_from(self, messages: Sequence[EncodedRow], skip: int) -> None:
         """Send messages again, except the first `skip`, which count as sent."""
         self._translate(lambda: self._send_all(messages, skip))
 
-    def _send_all(self, messages: Sequence[Row], skip: int) -> None:
+    def _send_all(self, messages: Sequence[EncodedRow], skip: int) -> None:
         chunks: list[bytes] = []
         size = 0
         for number, (key, time_ns, data) in enumerate(messages):

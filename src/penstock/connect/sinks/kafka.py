@@ -41,7 +41,7 @@ COMPACTED = {
 }  # fmt: skip
 FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
-Settings = Mapping[str, str | int | bool]
+KafkaSettings = Mapping[str, str | int | bool]
 
 
 class KafkaStanding(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class KafkaSink(SinkTarget):
         worker: str,
         topic: str,
         *,
-        settings: Settings | None = None,
+        settings: KafkaSettings | None = None,
         standings: str = STANDINGS,
     ) -> None:
         self._worker = worker

@@ -39,7 +39,7 @@ MESSAGE_BYTES = 250
 POLL_S = 0.1
 CLOSE_S = 30.0
 ASK_S = 30.0
-Place = tuple[str, int]
+TopicPlace = tuple[str, int]
 
 
 class Held:
@@ -65,7 +65,7 @@ class Held:
 class PartitionSource(Source):
     """One partition, named `kafka/CLUSTER/TOPIC/PARTITION`; filled by the thread that reads."""
 
-    def __init__(self, cluster: str, place: Place, held: Held) -> None:
+    def __init__(self, cluster: str, place: TopicPlace, held: Held) -> None:
         super().__init__(f"kafka/{cluster}/{place[0]}/{place[1]}")
         self.place = place
         self._all_held = held
@@ -186,8 +186,8 @@ class KafkaTopics:
         }  # fmt: skip
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-kafka-source", daemon=True)
-        self._sources: dict[Place, PartitionSource] = {}
-        self._committed: dict[Place, int] = {}
+        self._sources: dict[TopicPlace, PartitionSource] = {}
+        self._committed: dict[TopicPlace, int] = {}
         self._refusal = ""
         self.connector = SourceConnector(address, [], options)
         self.failure: ConnectorError | None = None

@@ -24,8 +24,8 @@ from penstock.patience import Patience
 
 Id = tuple[int, int]
 Fields = Mapping[bytes, bytes]
-Entries = Sequence[tuple[bytes, Fields]]
-OnGone = Literal["fail", "skip"]
+StreamEntries = Sequence[tuple[bytes, Fields]]
+RedisOnGone = Literal["fail", "skip"]
 
 BATCH_ROWS = 1000
 IDLE_S = 0.02
@@ -77,7 +77,7 @@ def explain_gone(what: str, key: str) -> ConnectorError:
 class _EntrySource(Source):
     """What both ways to read a Redis stream share: batches, pauses, and retrying."""
 
-    def __init__(self, name: str, url: str, key: str, on_gone: OnGone) -> None:
+    def __init__(self, name: str, url: str, key: str, on_gone: RedisOnGone) -> None:
         super().__init__(name)
         self._url = url
         self._key = key
@@ -119,7 +119,7 @@ class _EntrySource(Source):
         else:
             self._patience.note_answer(0.0 if found == BATCH_ROWS else IDLE_S)
 
-    def _take(self, entries: Entries) -> None:
+    def _take(self, entries: StreamEntries) -> None:
         for text, fields in entries:
             self._last = number_of(text)
             self._ready.append(Item(data_of(fields), self._last))
@@ -133,7 +133,7 @@ class RedisStreamSource(_EntrySource):
     entry it has read was trimmed while it was not running. On its first run it reads what exists.
     """
 
-    def __init__(self, name: str, url: str, key: str, *, on_gone: OnGone = "fail") -> None:
+    def __init__(self, name: str, url: str, key: str, *, on_gone: RedisOnGone = "fail") -> None:
         super().__init__(name, url, key, on_gone)
         self._index: int | None = None
         """How many entries had been added up to the last one read, if known."""
@@ -153,7 +153,7 @@ class RedisStreamSource(_EntrySource):
             raise found
         if isinstance(info, redis.RedisError):  # the stream does not exist yet
             return 0
-        entries = cast(Entries, found)
+        entries = cast(StreamEntries, found)
         self._check(info)
         if len(entries) < BATCH_ROWS:
             self._index = info.get("entries-added")
@@ -207,7 +207,7 @@ class RedisGroupSource(_EntrySource):
         group: str,
         *,
         consumer: str = "",
-        on_gone: OnGone = "fail",
+        on_gone: RedisOnGone = "fail",
     ) -> None:
         super().__init__(name, url, key, on_gone)
         self._group = group
@@ -258,10 +258,10 @@ class RedisGroupSource(_EntrySource):
             if str(error).startswith("NOGROUP"):
                 return 0
             raise
-        entries = cast("list[tuple[bytes, Entries]]", found)[0][1] if found else ()
+        entries = cast("list[tuple[bytes, StreamEntries]]", found)[0][1] if found else ()
         return self._sort(entries)
 
-    def _sort(self, entries: Entries) -> int:
+    def _sort(self, entries: StreamEntries) -> int:
         is_again = self._again is not None
         if is_again:
             self._again = number_of(entries[-1][0]) if entries else None

@@ -28,7 +28,7 @@ from penstock.records.schema import Maybe, Record, Scalar, Schema, Type, schema_
 Acks = Literal["write", "majority", "all"]
 Ids = Literal["log", "producer"]
 Content = Literal["record", "json", "bytes"]
-Entries = Literal["value", "set", "list"]
+EntriesKind = Literal["value", "set", "list"]
 ACKS_ORDER: dict[Acks, int] = {"write": 0, "majority": 1, "all": 2}
 
 
@@ -66,7 +66,7 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
     ids: Ids = "log"
     acks: Acks = "majority"
     table: bool = False
-    entries: Entries = "value"
+    entries: EntriesKind = "value"
     writer: str | None = None
     origin: str = ""
 

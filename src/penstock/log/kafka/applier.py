@@ -34,7 +34,7 @@ from penstock.log.kafka.objects import (
 )
 from penstock.log.kafka.producers import explain_failures
 from penstock.log.kafka.session import (
-    Message,
+    KafkaMessage,
     NotCommittedError,
     Session,
     Sessions,
@@ -49,7 +49,7 @@ TRIES_MAX = 50
 PAUSE_S, PAUSE_S_MAX = 0.05, 2.0
 LEFT_ALONE_US = 60 * 1_000_000
 """How long the removal of a topic is left to the process that recorded it."""
-Work = Callable[[Draft], list[ObjectChanged]]
+DraftChange = Callable[[Draft], list[ObjectChanged]]
 """Makes changes to a draft; returns the events that describe them."""
 
 
@@ -73,7 +73,7 @@ class Applier:
         self._partitions_max = partitions_max
         self._topics = Topics(cluster)
 
-    def change(self, work: Work) -> None:
+    def change(self, work: DraftChange) -> None:
         """Change the catalogue, as its only writer.
 
         1. Open the catalogue's session, which fences everyone else, and read it to its end.
@@ -117,7 +117,7 @@ class Applier:
         lines, address = self._catalogue.lines(), self._cluster.address
         return Draft(lines, address, self._defaults, self._partitions_max, there)
 
-    def _write_down(self, session: Session, work: Work) -> Mapping[str, Duty]:
+    def _write_down(self, session: Session, work: DraftChange) -> Mapping[str, Duty]:
         """Do steps 3 and 4; return what is to be done in step 5."""
         draft = self._draft(self._cluster.topics())
         notes = []
@@ -175,7 +175,7 @@ class Applier:
         session.transact(fill, deadline)
         self._catalogue.look()
 
-    def _messages_of(self, notes: Sequence[ObjectChanged]) -> list[Message]:
+    def _messages_of(self, notes: Sequence[ObjectChanged]) -> list[KafkaMessage]:
         """The events of `_system.objects` that go with a change."""
         if not notes:
             return []

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.log.declaring.objects import Entries, Stream
+from penstock.log.declaring.objects import EntriesKind, Stream
 from penstock.log.reading.collections import LIST_SET_EVERY
 
 _BETWEEN = b"\0"  # JSON contains none, so the last one in a key is ours
@@ -51,7 +51,7 @@ def to_messages(
     return made_keys, values
 
 
-def _about(kind: Entries, told: _Told) -> bytes:
+def _about(kind: EntriesKind, told: _Told) -> bytes:
     if told.action not in ("add", "remove"):
         return b""
     if kind == "set":

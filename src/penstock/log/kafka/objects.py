@@ -98,7 +98,7 @@ class Configuration(msgspec.Struct, frozen=True, tag="configure"):
 
 Duty = Removal | Configuration
 """What is to be done to a topic because the catalogue has changed."""
-Values = dict[str, bytes | None]
+CatalogueLines = dict[str, bytes | None]
 """Lines of the catalogue by key; `None` strikes one out."""
 
 
@@ -236,7 +236,7 @@ class Draft:
         self._defaults = defaults
         self._partitions_max = partitions_max
         self.there = there
-        self.values: Values = {}
+        self.values: CatalogueLines = {}
         self.new: dict[str, Resolved] = {}
         self.changed: dict[str, Resolved] = {}
         self.gone: list[str] = []

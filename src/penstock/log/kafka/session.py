@@ -23,8 +23,8 @@ from penstock.log.kafka.ledger import LedgerLine, ProducerState
 from penstock.log.kafka.messages import Headers
 
 T = TypeVar("T")
-Message = tuple[bytes | None, bytes | None, Headers]
-Told = Callable[[KafkaError | None, Any], None]
+KafkaMessage = tuple[bytes | None, bytes | None, Headers]
+OnDelivery = Callable[[KafkaError | None, Any], None]
 MESSAGE_BYTES_MAX = 32 << 20
 QUEUE_KIB = 128 << 10
 QUEUE_MESSAGES = 500_000
@@ -116,7 +116,11 @@ class Session:
         self._send(topic, partition, key, value, [], None)
 
     def send_all(
-        self, topic: str, partition: int, messages: Iterable[Message], told: Told | None = None
+        self,
+        topic: str,
+        partition: int,
+        messages: Iterable[KafkaMessage],
+        told: OnDelivery | None = None,
     ) -> None:
         """Send messages in order; `told` is called with the outcome of the first."""
         produce = self._open_producer().produce
@@ -134,7 +138,7 @@ class Session:
         key: bytes | None,
         value: bytes | None,
         headers: Headers,
-        told: Told | None,
+        told: OnDelivery | None,
     ) -> None:
         """Send one message; wait if too many are in flight, or the stream has just grown."""
         producer = self._open_producer()

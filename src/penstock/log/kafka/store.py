@@ -45,8 +45,8 @@ FILE_FORMAT = 2
 """Part of the file's name; changed when the format or its guarantees change."""
 UNUSED_US = 30 * 24 * 3600 * 1_000_000
 """Files of other logs that were not used for this long are removed."""
-Read = Callable[[KafkaStream, int, int, int], Iterator[Batch]]
-Row = tuple[Any, ...]
+ReadChanges = Callable[[KafkaStream, int, int, int], Iterator[Batch]]
+StoreRow = tuple[Any, ...]
 
 
 def _sql(name: str) -> str:
@@ -56,7 +56,7 @@ def _sql(name: str) -> str:
 class Store:
     """The local file, with one connection per thread. Thread-safe."""
 
-    def __init__(self, path: Path | None, read: Read, vfs: str = "") -> None:
+    def __init__(self, path: Path | None, read: ReadChanges, vfs: str = "") -> None:
         self.path = path
         self._read = read
         self._vfs = vfs
@@ -306,7 +306,7 @@ class Store:
         if at is not None:
             values += (msgspec.json.encode(at).decode(),)
         name = "latest" if at is None else "latest_at"
-        rows: list[Row] = connection.execute(_sql(name), values).fetchall()
+        rows: list[StoreRow] = connection.execute(_sql(name), values).fetchall()
         return {row[0]: TableEntry(*row) for row in rows}
 
     def page(
@@ -316,7 +316,7 @@ class Store:
         if at is not None:
             values += (msgspec.json.encode(at).decode(),)
         name = "page" if at is None else "page_at"
-        rows: list[Row] = self._connection().execute(_sql(name), values).fetchall()
+        rows: list[StoreRow] = self._connection().execute(_sql(name), values).fetchall()
         return [TableEntry(*row) for row in rows]
 
     def floor(self, stream: KafkaStream, partition: int) -> int:
@@ -394,10 +394,10 @@ class IdWrite:
     def run(self, name: str, *values: object) -> None:
         self._connection.execute(_sql(name), values)
 
-    def look(self, name: str, *values: object) -> Row | None:
+    def look(self, name: str, *values: object) -> StoreRow | None:
         return self._connection.execute(_sql(name), values).fetchone()
 
-    def look_all(self, name: str, *values: object) -> Sequence[Row]:
+    def look_all(self, name: str, *values: object) -> Sequence[StoreRow]:
         given = values[0] if len(values) == 1 and isinstance(values[0], dict) else values
         return self._connection.execute(_sql(name), cast(Any, given)).fetchall()
 

@@ -16,7 +16,7 @@ from typing import cast
 import msgspec
 
 from penstock.errors import UsageError
-from penstock.log.declaring.objects import Entries, Stream
+from penstock.log.declaring.objects import EntriesKind, Stream
 from penstock.records.arrow import codec_of_schema
 from penstock.records.schema import (
     Choice,
@@ -46,7 +46,7 @@ class Action(msgspec.Struct, frozen=True):
     index: int | None = None
 
 
-def action_schema(name: str, kind: Entries, element: Type) -> Schema:
+def action_schema(name: str, kind: EntriesKind, element: Type) -> Schema:
     """The record of a changelog of actions on collections of `element`."""
     actions = Choice(("add", "delete", "remove", "set"))
     fields = (
@@ -61,7 +61,7 @@ def action_schema(name: str, kind: Entries, element: Type) -> Schema:
 class Collections:
     """Packs collections for entries, and finds the actions between two of them."""
 
-    def __init__(self, kind: Entries, element: Type) -> None:
+    def __init__(self, kind: EntriesKind, element: Type) -> None:
         self.kind = kind
         held = SetOf(element) if kind == "set" else ListOf(element)
         schema = Schema("Collection", (Field("values", held),))
@@ -106,7 +106,7 @@ class Collections:
         return [Action("set", None, list(new))]
 
 
-def replay(kind: Entries, collection: Collection | None, action: Action) -> Collection | None:
+def replay(kind: EntriesKind, collection: Collection | None, action: Action) -> Collection | None:
     """The collection after an action."""
     if action.action == "delete":
         return None
@@ -129,11 +129,11 @@ def _sort(values: set[object]) -> list[object]:
 
 
 @functools.cache
-def _collections(kind: Entries, element: Type) -> Collections:
+def _collections(kind: EntriesKind, element: Type) -> Collections:
     return Collections(kind, element)
 
 
-def element_of(type_: Type) -> tuple[Entries, Type] | None:
+def element_of(type_: Type) -> tuple[EntriesKind, Type] | None:
     """Whether a table's value is a set or a list, and of what."""
     match type_:
         case SetOf(item=item):

@@ -28,7 +28,7 @@ from penstock.errors import (
 )
 from penstock.failpoints import failpoint
 from penstock.log.sqlite.connection import (
-    Row,
+    SqlRow,
     check_process,
     connect,
     many,
@@ -64,7 +64,7 @@ class Write:
         self.dirty = True
         return int(self.must(name, *values)[0])
 
-    def must(self, name: str, *values: object) -> Row:
+    def must(self, name: str, *values: object) -> SqlRow:
         """The one row that always exists. Raises `LogFormatError` if it is missing nevertheless."""
         row = one(self.connection, name, *values)
         if row is None:
@@ -74,11 +74,11 @@ class Write:
             )
         return row
 
-    def look(self, name: str, *values: object) -> Row | None:
+    def look(self, name: str, *values: object) -> SqlRow | None:
         """The first row of a statement that only reads."""
         return one(self.connection, name, *values)
 
-    def look_all(self, name: str, *values: object) -> list[Row]:
+    def look_all(self, name: str, *values: object) -> list[SqlRow]:
         """All rows of a statement that only reads."""
         return many(self.connection, name, *values)
 

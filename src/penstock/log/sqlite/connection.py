@@ -52,15 +52,15 @@ def _statements() -> dict[str, str]:
 
 
 #: a row of a result. The tables are STRICT, so users of a row know its types.
-Row = tuple[Any, ...]
+SqlRow = tuple[Any, ...]
 
 
-def many(connection: apsw.Connection, name: str, *values: object) -> list[Row]:
+def many(connection: apsw.Connection, name: str, *values: object) -> list[SqlRow]:
     """All rows of the statement of that name."""
     return connection.execute(sql(name), _bindings(values)).fetchall()
 
 
-def one(connection: apsw.Connection, name: str, *values: object) -> Row | None:
+def one(connection: apsw.Connection, name: str, *values: object) -> SqlRow | None:
     """The first row of the statement of that name."""
     return connection.execute(sql(name), _bindings(values)).fetchone()
 

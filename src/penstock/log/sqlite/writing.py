@@ -32,7 +32,7 @@ from penstock.log.engine.checks import check_columns, check_conditions, check_wr
 from penstock.log.engine.ids import take_new
 from penstock.log.reading.table import NO_CHANGES, Changes, entry_changes
 from penstock.log.sqlite.committer import Write
-from penstock.log.sqlite.connection import Row, one, read_blob, sql
+from penstock.log.sqlite.connection import SqlRow, one, read_blob, sql
 from penstock.log.sqlite.index import IndexRow, insert_row
 from penstock.log.writing.fate import (
     ProducerStanding,
@@ -155,7 +155,7 @@ def _no_piece(piece: Piece) -> PieceError:
     )
 
 
-def standing_of(row: Row | None, *, is_final: bool = False) -> ProducerStanding:
+def standing_of(row: SqlRow | None, *, is_final: bool = False) -> ProducerStanding:
     """The standing of a producer, from its row."""
     if row is None:
         return ProducerStanding(is_final=is_final)

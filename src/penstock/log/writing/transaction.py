@@ -24,10 +24,10 @@ from penstock.log.writing.compose import Composer, EventOptions, Outgoing
 from penstock.log.writing.fate import Fate, fate_of
 from penstock.records.event import Key, ids_of
 
-State = Literal["new", "open", "unknown", "committed", "rolled back"]
+TransactionState = Literal["new", "open", "unknown", "committed", "rolled back"]
 Step = Literal["open", "write", "commit", "roll back"]
 
-_ALLOWED: dict[Step, tuple[State, ...]] = {
+_ALLOWED: dict[Step, tuple[TransactionState, ...]] = {
     "open": ("new",),
     "write": ("open",),
     "commit": ("open", "unknown"),
@@ -77,7 +77,7 @@ class Transaction:
         self._sequence = sequence
         self._source = source
         self._options = options
-        self._state: State = "new"
+        self._state: TransactionState = "new"
         self._opened: _OpenTransaction | None = None
         self._streams: dict[str, Stream] = {}
         self._events: dict[str, list[Outgoing]] = {}
@@ -88,7 +88,7 @@ class Transaction:
         self._postponed: Exception | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> TransactionState:
         return self._state
 
     @property
@@ -216,7 +216,7 @@ class Transaction:
             self._close_events(name)
         commit = Commit(parts=self._parts, pieces=self._pieces, progress=self._progress)
         holder, sequence, _ = self._get()
-        before: State = self._state
+        before: TransactionState = self._state
         self._state = "unknown"  # also if an interrupt ends this call
         try:
             done = self._log.commit(holder, sequence, commit, self._options)
