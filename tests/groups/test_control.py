@@ -103,7 +103,7 @@ def test_order_of_the_whole_stream(log: Log) -> None:
     rules = GroupRules(order="stream")
     with Group(log, "orders", "strict", Order, rules=rules) as group:
         if isinstance(log, KafkaLog):
-            with pytest.raises(UsageError, match="needs a stream with one"):
+            with pytest.raises(UsageError, match="requires a stream with one partition"):
                 group.take(WAIT_S)
             return
         for n in range(5):

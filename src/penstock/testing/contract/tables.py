@@ -66,7 +66,7 @@ class TableContract(OnEngine):
             with refused, Transaction(log, other) as tx:
                 tx.put("t", "ada", Order("ada", 3))
             holder = log.hold(other)
-            with pytest.raises(UsageError, match="alone"):
+            with pytest.raises(UsageError, match="only group/orders/billing may write"):
                 log.stage(holder, 10, make_part(log, "t", [4]))
         assert Table(log, "t", Order).get("ada") == Order("ada", 1)
         with pytest.raises(UsageError, match="only a table has a writer"):
