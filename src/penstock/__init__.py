@@ -58,7 +58,7 @@ from penstock.log.reading.table import Table
 from penstock.log.writing.pool import TransactionPool
 from penstock.log.writing.transaction import Transaction
 from penstock.producer import Place, Producer, ProducerOptions
-from penstock.records import Digits, Event, Record
+from penstock.records import Digits, Event, Record, StoredEvent
 
 __version__ = "0.1.0"
 
@@ -99,6 +99,7 @@ __all__ = [
     "Record",
     "SinkDescription",
     "SourceDescription",
+    "StoredEvent",
     "Stream",
     "StreamSpec",
     "Table",

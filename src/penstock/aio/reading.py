@@ -16,7 +16,7 @@ from penstock.log.api import Log
 from penstock.log.batch import Batch
 from penstock.log.reading.read import FOLLOW_WAIT_S, Reading, ReadOptions
 from penstock.log.writing.compose import check_class_fits
-from penstock.records.event import Event, key_bytes
+from penstock.records.event import StoredEvent, key_bytes
 from penstock.records.schema import Record
 
 R = TypeVar("R", bound=Record)
@@ -119,7 +119,7 @@ def _following(log: Log, stream: str) -> Iterator[asyncio.Event]:
 
 async def read_events(
     log: Log, stream: str, record: type[R] | None = None, options: ReadOptions = ReadOptions()
-) -> AsyncGenerator[Event[R], None]:
+) -> AsyncGenerator[StoredEvent[R], None]:
     """`penstock.read_events` for asyncio; close it (`aclosing`) if you stop early."""
     if record is not None:
         check_class_fits(await in_thread(_READERS, partial(log.stream, stream)), record)
@@ -127,4 +127,4 @@ async def read_events(
     async with aclosing(read_batches_async(log, stream, options)) as batches:
         async for batch in batches:
             for event in batch.events(record, key):
-                yield cast(Event[R], event)
+                yield cast(StoredEvent[R], event)

@@ -40,7 +40,7 @@ from penstock.log.letters import (
     letters_in,
 )
 from penstock.log.reading.read import ReadOptions, Span, span_of
-from penstock.records.event import Event, JsonValue
+from penstock.records.event import JsonValue, StoredEvent
 
 LAST = 50
 HISTORY_MAX = 20
@@ -356,7 +356,7 @@ def show_letter(
     _show_one(row, history)
 
 
-def _state_of(letter: DeadLetter, origin: Event[object] | None) -> str | None:
+def _state_of(letter: DeadLetter, origin: StoredEvent[object] | None) -> str | None:
     """Whether the event that failed can still be read; of others nothing was ever stored."""
     if kind_of(letter) not in ("agent", "group"):
         return None
@@ -392,7 +392,7 @@ def _show_one(row: dict[str, JsonValue], history: list[dict[str, JsonValue]]) ->
         table(columns, [[one[name] for name in columns] for one in history], cut="error")
 
 
-def find_origin(log: Log, letter: DeadLetter) -> Event[object] | None:
+def find_origin(log: Log, letter: DeadLetter) -> StoredEvent[object] | None:
     """The event that a letter is about, if it is still where it was."""
     if not letter.stream or not letter.id or not letter.agent:
         return None
@@ -422,7 +422,7 @@ def _history(log: Log, letters: Stream, letter: Letter) -> Iterator[dict[str, Js
         seen.append(before)
 
 
-def _letter_before(log: Log, event: Event[object]) -> tuple[Stream, Letter] | None:
+def _letter_before(log: Log, event: StoredEvent[object]) -> tuple[Stream, Letter] | None:
     """The letter that an event was sent again from."""
     name, _, place = event.headers.get(REPLAYED_HEADER, "").rpartition("/")
     if not name:

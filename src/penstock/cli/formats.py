@@ -19,7 +19,7 @@ from penstock.cli.output import flush, say, say_json, table, writing
 from penstock.errors import UsageError
 from penstock.log.batch import Batch, json_row, stream_columns
 from penstock.log.declaring.objects import Stream
-from penstock.records.event import DELETED, Event, JsonValue
+from penstock.records.event import DELETED, JsonValue, StoredEvent
 
 Format = Literal["text", "table", "json", "csv", "arrow"]
 FormatOption = Annotated[
@@ -61,7 +61,7 @@ def open_writer(format_: Format, stream: Stream) -> RowWriter:
             return _Arrow(stream)
 
 
-def some(batch: Batch, key: bytes | None, room: int | None) -> Iterator[Event[object]]:
+def some(batch: Batch, key: bytes | None, room: int | None) -> Iterator[StoredEvent[object]]:
     """The events of a batch that are wanted."""
     for number, event in enumerate(batch.events(None, key)):
         if number == room:
@@ -72,7 +72,7 @@ def some(batch: Batch, key: bytes | None, room: int | None) -> Iterator[Event[ob
 class _Lines:
     """A line for each event."""
 
-    def __init__(self, show: Callable[[Event[object]], str] | None) -> None:
+    def __init__(self, show: Callable[[StoredEvent[object]], str] | None) -> None:
         self._show = show
 
     def write(self, batch: Batch, key: bytes | None, room: int | None) -> int:
@@ -91,7 +91,7 @@ class _Lines:
         """Nothing is held back."""
 
 
-def event_text(event: Event[object]) -> str:
+def event_text(event: StoredEvent[object]) -> str:
     """An event as a line for people."""
     row = json_row(event)
     shown = "-" if event.key is None else plain(row["key"])

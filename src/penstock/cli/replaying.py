@@ -56,7 +56,7 @@ from penstock.log.declaring.objects import Stream
 from penstock.log.letters import DEAD_CHARS_MAX, DeadLetter, Letter, Resend, Resender
 from penstock.log.writing.compose import EventOptions
 from penstock.log.writing.partitioning import places
-from penstock.records.event import Event
+from penstock.records.event import StoredEvent
 
 SOURCE = "penstock-dead"
 CHUNK_LETTERS = 500
@@ -368,7 +368,11 @@ class Replay:
 
 
 def _data(
-    target: Stream, letter: DeadLetter, edit: Edit, origin: Event[object] | None, is_home: bool
+    target: Stream,
+    letter: DeadLetter,
+    edit: Edit,
+    origin: StoredEvent[object] | None,
+    is_home: bool,
 ) -> object:
     """What is sent: what was edited, the event as it was, or what the letter tells of it."""
     if edit.data is not None:

@@ -41,7 +41,7 @@ from penstock.log.claims import LEASE_S
 from penstock.log.declaring.names import NAME_CHARS_MAX, check_text
 from penstock.log.writing.compose import check_class_fits
 from penstock.processes import this_process
-from penstock.records.event import Event
+from penstock.records.event import StoredEvent
 from penstock.records.schema import Record
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ class Group(Generic[T]):
         is_whole = True
         for one in given:
             try:
-                event = cast("Event[T]", work.event(one.slot))
+                event = cast("StoredEvent[T]", work.event(one.slot))
             except Exception as error:
                 is_whole = False
                 with contextlib.suppress(LeaseLostError):  # given back with one before it

@@ -30,7 +30,7 @@ from penstock.log.api import Commit, Part
 from penstock.log.declaring.objects import Stream
 from penstock.log.letters import DEAD_CHARS_MAX, DeadLetter
 from penstock.log.writing.compose import Composer, EventOptions, Outgoing
-from penstock.records.event import Event, now_us
+from penstock.records.event import StoredEvent, now_us
 
 SHORT_CHARS = 1000
 LETTERS_MAX = 100
@@ -71,7 +71,7 @@ class GroupJournal:
         return list(cut_step(step, VALUE_BYTES_MAX, self._letters_max))
 
     def bury(
-        self, step: GroupStep, find_event: Callable[[Slot], Event[object] | None]
+        self, step: GroupStep, find_event: Callable[[Slot], StoredEvent[object] | None]
     ) -> list[Part]:
         """The dead letters of a step."""
         letters = [

@@ -25,7 +25,7 @@ from penstock.log.letters import (
 )
 from penstock.log.writing.compose import EventOptions
 from penstock.records.cloudevents import check_header
-from penstock.records.event import Event
+from penstock.records.event import StoredEvent
 
 GROUP_PREFIX = "group "
 """What the `agent` of a group's dead letters begins with; its name follows."""
@@ -85,7 +85,7 @@ def make_letters_stream(log: Log, stream: Stream) -> Stream:
 
 
 def letter_of(
-    stream: str, group: str, slot: Slot, outcome: Bury, event: Event[object] | None
+    stream: str, group: str, slot: Slot, outcome: Bury, event: StoredEvent[object] | None
 ) -> tuple[DeadLetter, EventOptions]:
     """A message of a stream as a dead letter, with the headers that it had. Of one that retention
     has removed meanwhile, only the place is left.
@@ -106,7 +106,7 @@ def letter_of(
     return letter, EventOptions(headers=None if event is None else _headers_of(event))
 
 
-def _headers_of(event: Event[object]) -> dict[str, str]:
+def _headers_of(event: StoredEvent[object]) -> dict[str, str]:
     """Those that an event of ours may have: other programs' messages on Kafka have any."""
     found = {}
     for name, value in event.headers.items():

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from penstock.groups.names import GroupName
 from penstock.groups.saved import Clocks
 from penstock.groups.work import GroupWork, Handout
-from penstock.records.event import Event, from_microseconds
+from penstock.records.event import StoredEvent, from_microseconds
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class TakenMessage(Generic[T]):
 
     __slots__ = ("_given", "_work", "deliveries", "event", "lease")
 
-    def __init__(self, work: GroupWork, given: Handout, event: Event[T]) -> None:
+    def __init__(self, work: GroupWork, given: Handout, event: StoredEvent[T]) -> None:
         self._work = work
         self._given = given
         self.event = event

@@ -15,7 +15,7 @@ from penstock.log.batch import Batch
 from penstock.log.declaring.objects import Stream
 from penstock.log.reading.merge import Read, in_commit_order
 from penstock.log.reading.read import read_past
-from penstock.records.event import Event
+from penstock.records.event import StoredEvent
 from penstock.records.schema import Record
 
 CHUNK_ROWS = 1024
@@ -30,7 +30,7 @@ class Chunk:
 
     def __init__(self, batch: Batch) -> None:
         self._batch: Batch | None = batch
-        self._events: list[Event[object]] | None = None
+        self._events: list[StoredEvent[object]] | None = None
         self._is_uneven = False
         """Whether one of them cannot be made: there are others' messages on Kafka."""
         self._lock = Lock()
@@ -39,7 +39,7 @@ class Chunk:
         """How many of them are not acknowledged."""
         self.nbytes = batch.nbytes
 
-    def event(self, row: int, record: type[Record] | None) -> Event[object] | None:
+    def event(self, row: int, record: type[Record] | None) -> StoredEvent[object] | None:
         """`None` if it was let go."""
         events = self._events
         if events is None:
@@ -60,7 +60,7 @@ class Chunk:
         self._batch = self._events = None
 
 
-def _event_at(batch: Batch, row: int, record: type[Record] | None) -> Event[object]:
+def _event_at(batch: Batch, row: int, record: type[Record] | None) -> StoredEvent[object]:
     offset = batch.offset_of(row)
     return next(batch.slice_offsets(offset, offset + 1).events(record))
 
@@ -280,7 +280,7 @@ class GroupReader:
                 found += Count(size) + (waiting if head < offsets.next else Count())
         return found
 
-    def event(self, slot: Slot) -> Event[object]:
+    def event(self, slot: Slot) -> StoredEvent[object]:
         """The event of a message, read again if it was let go.
 
         Raises `OffsetGoneError` or `DamagedError` if it is not there any more, and whatever making
@@ -292,11 +292,11 @@ class GroupReader:
             return found
         return self._read_again(slot, self._record)
 
-    def stored_event(self, slot: Slot) -> Event[object]:
+    def stored_event(self, slot: Slot) -> StoredEvent[object]:
         """The event of a message, whatever the group's record is; raises as `event` does."""
         return self._read_again(slot, None)
 
-    def _read_again(self, slot: Slot, record: type[Record] | None) -> Event[object]:
+    def _read_again(self, slot: Slot, record: type[Record] | None) -> StoredEvent[object]:
         name, partition = self.stream_of(slot), slot.place.partition
         for batch in self.log.read(name, partition, slot.offset, slot.offset + 1):
             return next(batch.events(record))

@@ -47,7 +47,7 @@ from penstock.log.declaring.objects import Stream
 from penstock.log.letters import readable
 from penstock.log.writing.fate import Fate, fate_of
 from penstock.patience import Patience, Tell
-from penstock.records.event import Event
+from penstock.records.event import StoredEvent
 
 TICK_S = 0.5
 T = TypeVar("T")
@@ -455,7 +455,7 @@ class GroupWork:
         self._takers.notify()  # a pause may be over
         return GroupStep(given.settled, [] if self._over.is_set() else self._state.arm(now_s))
 
-    def _find_event(self, slot: Slot) -> Event[object] | None:
+    def _find_event(self, slot: Slot) -> StoredEvent[object] | None:
         """The event of a message, if there is one; as it is stored, if it is no such record."""
         for read in (self._reader.event, self._reader.stored_event):
             with contextlib.suppress(Exception):  # a dead letter tells of what cannot be read, too
@@ -492,6 +492,6 @@ class GroupWork:
         """How many messages are not acknowledged."""
         return self._reader.lag()
 
-    def event(self, slot: Slot) -> Event[object]:
+    def event(self, slot: Slot) -> StoredEvent[object]:
         """The event of a message that was taken; raises whatever is wrong with it."""
         return self._reader.event(slot)

@@ -34,8 +34,8 @@ from penstock.records.event import (
     DELETED,
     ENVELOPE,
     GIVEN,
-    Event,
     JsonValue,
+    StoredEvent,
     add_numbers,
     counting,
     data_columns,
@@ -263,7 +263,7 @@ class Batch:
 
     def events(
         self, record: type[Record] | None = None, key: bytes | None = None
-    ) -> Iterator[Event[object]]:
+    ) -> Iterator[StoredEvent[object]]:
         """Yield the events one by one; data is a record (of this class, if given), JSON or bytes.
 
         With `key`, yield only the events with that key; the others are not even decoded.
@@ -279,7 +279,7 @@ class Batch:
             chosen = Batch(self.stream, self.partition, first, stored, self.runs, offsets)
             yield from chosen._events(record)
 
-    def _events(self, record: type[Record] | None) -> Iterator[Event[object]]:
+    def _events(self, record: type[Record] | None) -> Iterator[StoredEvent[object]]:
         made = envelope(self._stored, GIVEN)
         columns = [python_values(made[name]) for name in GIVEN]
         rows = cast(
@@ -288,7 +288,7 @@ class Batch:
         )
         name = str(self.stream.name)
         for offset, value, key, time, id_, type_, source, headers in rows:
-            yield Event(
+            yield StoredEvent(
                 data=value,
                 key=key,
                 time=time,
@@ -401,7 +401,7 @@ def stream_columns(stream: Stream) -> pa.Schema:
     return pa.schema(fields)
 
 
-def json_row(event: Event[object]) -> dict[str, JsonValue]:
+def json_row(event: StoredEvent[object]) -> dict[str, JsonValue]:
     """An event as the command line and the HTTP API show it."""
     return {
         "stream": event.stream,

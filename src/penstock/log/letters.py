@@ -20,7 +20,7 @@ from penstock.log.declaring.names import SYSTEM
 from penstock.log.declaring.objects import CreateStream, Stream, declare
 from penstock.log.writing.commit import next_sequence
 from penstock.log.writing.compose import Composer, EventOptions
-from penstock.records.event import Event
+from penstock.records.event import StoredEvent
 from penstock.records.schema import Record, schema_of
 
 DEAD_CHARS_MAX = 100_000
@@ -79,7 +79,7 @@ class Letter(NamedTuple):
     partition: int
     first: int
     offset: int
-    event: Event[DeadLetter]
+    event: StoredEvent[DeadLetter]
 
     @property
     def place(self) -> str:

@@ -1,7 +1,7 @@
 """Records (the data of events), events, and how both map to Arrow and CloudEvents."""
 
 from penstock.records.arrow import RecordCodec, arrow_schema, codec_of
-from penstock.records.event import Event, Key, key_bytes, partition_of
+from penstock.records.event import Event, Key, StoredEvent, key_bytes, partition_of
 from penstock.records.evolution import check_evolution
 from penstock.records.schema import Digits, Record, Schema, schema_of
 
@@ -12,6 +12,7 @@ __all__ = [
     "Record",
     "RecordCodec",
     "Schema",
+    "StoredEvent",
     "arrow_schema",
     "check_evolution",
     "codec_of",

@@ -50,7 +50,7 @@ GIVEN = ("_key", "_time", "_id", "_type", "_source", "_headers")
 
 
 class Event(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True):
-    """One event as read from a stream; `data` is `None` if a table's entry was deleted."""
+    """One event; `data` is `None` if a table's entry was deleted."""
 
     data: T_co
     id: str
@@ -59,9 +59,14 @@ class Event(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True):
     time: dt.datetime
     key: bytes | None = None
     headers: Mapping[str, str] = {}
-    stream: str = ""
-    partition: int = 0
-    offset: int = -1
+
+
+class StoredEvent(Event[T_co], frozen=True, kw_only=True):
+    """One event as read from a stream, with its place there."""
+
+    stream: str
+    partition: int
+    offset: int
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):

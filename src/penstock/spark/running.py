@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.app.declaring.app import App
-from penstock.app.declaring.definitions import Derivation, StreamJoin
 from penstock.app.declaring.plan import plan
 from penstock.app.running.building import check_plan
+from penstock.app.running.kinds import kind_of
 from penstock.app.running.query import QueryLimits
 from penstock.app.running.reset import default_checkpoints
 from penstock.app.running.runner import Runner, RunnerOptions
@@ -72,7 +72,7 @@ def running(  # noqa: PLR0913  each is an option of `penstock run`
         if not is_local(spark.sparkContext.master or master):
             tell("sending the app to the cluster")
             spark.sparkContext.addPyFile(str(bundle(app, folder / f"{app.name}.zip")))
-        if any(isinstance(found, Derivation | StreamJoin) for found in chosen.definitions):
+        if any(kind_of(found).runs_as == "frames" for found in chosen.definitions):
             look_up_source(spark)
         tasks = spark.sparkContext.defaultParallelism
         rows = batch_rows or QueryLimits().batch_rows_max

@@ -35,7 +35,7 @@ from penstock.log import OptionValue, open_log
 from penstock.log.api import Log
 from penstock.log.reading.read import ReadOptions, read_batches
 from penstock.producer import Producer, ProducerOptions
-from penstock.records.event import Event, Key
+from penstock.records.event import Key, StoredEvent
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -203,7 +203,7 @@ class AppTest:
     def statuses(self) -> dict[str, QueryStatus]:
         return {status.name: status for status in self.runner.statuses()}
 
-    def whole_events(self, stream: AppStream[T] | AppTable[object] | str) -> list[Event[Any]]:
+    def whole_events(self, stream: AppStream[T] | AppTable[object] | str) -> list[StoredEvent[Any]]:
         """The events of a stream or of a table's changelog, in order of commit and offset.
 
         A stream without a handle is given by name: dead letters are in `NAME_dead`.
@@ -215,9 +215,9 @@ class AppTest:
 
     def _events(
         self, name: str, place: AppStream[object] | AppTable[object] | None
-    ) -> list[Event[Any]]:
+    ) -> list[StoredEvent[Any]]:
         record = None if place is None or place.spec is None else place.record
-        found: list[Event[Any]] = []
+        found: list[StoredEvent[Any]] = []
         for batch in read_batches(self.log, name, ReadOptions()):
             found.extend(batch.events(record))
         return found

@@ -82,8 +82,8 @@ class Context:
         places = places or [n for n, given in enumerate(self._given) if given == done]
         if not places:
             raise UsageError(
-                f"the event at partition {done.partition}, offset {done.offset} was not passed to "
-                "this call: acknowledge it in the call that receives it"
+                f"event {done.id} was not passed to this call: acknowledge it in the "
+                "call that receives it"
             )
         self.acknowledged.add(places[0])
 

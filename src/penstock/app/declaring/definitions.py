@@ -12,6 +12,7 @@ from penstock.app.declaring.streams import AppStream, How, OnError
 from penstock.app.declaring.tables import AppTable
 from penstock.app.declaring.windows import Windows
 from penstock.connect.hosts.registry import Policy
+from penstock.log.declaring.quantities import format_duration
 
 if TYPE_CHECKING:
     from penstock.app.declaring.signature import Signature
@@ -67,6 +68,11 @@ class Definition:
     def waits_for_time(self) -> bool:
         """Whether its output appears only once its events have passed a point in time."""
         return False
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What must not change while there is a position, described; tables apart."""
+        return {}
 
     @property
     def past(self) -> tuple[str, ...]:
@@ -186,6 +192,11 @@ class StreamJoin(Definition):
     how: How
 
     @property
+    def facts(self) -> dict[str, str]:
+        within = format_duration(self.within_us // 1000)
+        return {"how it joins": f"{self.how}, on {self.on}, within {within}"}
+
+    @property
     def waits_for_time(self) -> bool:
         return True
 
@@ -195,6 +206,11 @@ class TableJoin(Definition):
     """A table kept equal to the join of two others."""
 
     how: How
+
+    @property
+    def facts(self) -> dict[str, str]:
+        names = " and ".join(place.name for place in self.inputs)
+        return {"what it joins": f"{names} ({self.how})"}
 
     @property
     def triggers(self) -> tuple[str, ...]:
@@ -220,6 +236,10 @@ class Sinking(Definition):
     timeout_s: float
     unapplied_max: int
     encoder: Callable[..., bytes] | None = field(default=None, repr=False)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"the number of its workers (the sink remembers each)": str(self.workers)}
 
     @property
     def can_share(self) -> bool:

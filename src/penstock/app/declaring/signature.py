@@ -14,7 +14,7 @@ from penstock.app.declaring.location import Location
 from penstock.app.declaring.streams import AppStream
 from penstock.app.declaring.tables import AppTable
 from penstock.errors import AppError, RecordError
-from penstock.records.event import Event
+from penstock.records.event import Event, StoredEvent
 from penstock.records.schema import Choice, Maybe, Record, Scalar, Type, schema_of, type_of
 
 Argument = Literal["data", "event", "datas", "events", "entry", "view", "context"]
@@ -110,7 +110,7 @@ def _first(hint: object) -> tuple[Argument, list[type[Record]]]:
     plural = False
     if _origin(hint) is list:
         plural, hint = True, (typing.get_args(hint) or (None,))[0]
-    whole = _origin(hint) is Event
+    whole = _origin(hint) in (Event, StoredEvent)
     if whole:
         hint = (typing.get_args(hint) or (None,))[0]
     wanted = [

@@ -107,6 +107,8 @@ class _Pump(Generic[T]):
 class FeedQuery:
     """Appends the items of an iterable or channel, and saves how many were taken."""
 
+    position_kind = FeedPosition
+
     def __init__(self, log: Log, run: AppRun, definition: Feed) -> None:
         self.name = definition.name
         self.definitions = (definition,)

@@ -23,7 +23,7 @@ from penstock.app.declaring.definitions import (
 from penstock.app.declaring.tables import AppTable
 from penstock.app.running.feeds import FeedQuery
 from penstock.app.running.listeners import ListenQuery
-from penstock.app.running.positions import BatchPosition, FeedPosition, SinkPosition
+from penstock.app.running.positions import BatchPosition, FeedPosition
 from penstock.app.running.query import Query
 from penstock.app.running.sinks import SinkQuery, SinkWork
 from penstock.app.tasks.agents import AgentWork
@@ -41,16 +41,21 @@ class Kind:
 
     As `tasks`, `work` handles each share of a batch, and `query` chooses batches and commits them.
     As `frames`, Spark analyzes their function first. In the runner's own `process`, `query` is
-    made from the log, the run and the definition. `position` is the class of the saved position.
-    Messages call the kind by its `name`, or by its `table_name` if it makes a table.
+    made from the log, the run and the definition. Messages call the kind by its `name`, or by its
+    `table_name` if it makes a table.
     """
 
     name: str
     runs_as: RunsAs
     work: Callable[[str, Any], Work] | None = None
-    query: Callable[..., Any] = Query
-    position: type[BatchPosition | SinkPosition | FeedPosition] | None = BatchPosition
+    query: type[Any] = Query
     table_name: str | None = None
+
+    @property
+    def position(self) -> type[BatchPosition | FeedPosition] | None:
+        """The class of the saved position, if there is one."""
+        found: type[BatchPosition | FeedPosition] | None = self.query.position_kind
+        return found
 
     def make_work(self, app: str, definition: Definition) -> Work:
         """What a task does with its share of a batch."""
@@ -68,9 +73,9 @@ KINDS: dict[type[Definition], Kind] = {
     Lookup: Kind("a lookup", "tasks", LookupWork),
     TableJoin: Kind("a join of tables", "tasks", TableJoinWork),
     DeadLetters: Kind("a stream of dead letters", "tasks", DamageWork),
-    Sinking: Kind("a sink", "tasks", SinkWork, SinkQuery, SinkPosition),
-    Feed: Kind("a feed", "process", query=FeedQuery, position=FeedPosition),
-    Listening: Kind("a listener", "process", query=ListenQuery, position=None),
+    Sinking: Kind("a sink", "tasks", SinkWork, SinkQuery),
+    Feed: Kind("a feed", "process", query=FeedQuery),
+    Listening: Kind("a listener", "process", query=ListenQuery),
 }
 
 

@@ -22,6 +22,8 @@ _LOGGER = logging.getLogger("penstock.listener")
 class ListenQuery:
     """Listens while the app runs; when it ends, all messages received are committed."""
 
+    position_kind = None
+
     def __init__(self, log: Log, run: AppRun, definition: Listening) -> None:
         del run  # connectors claim their streams one by one
         self.name = definition.name

@@ -16,9 +16,6 @@ from penstock.app.declaring.definitions import (
     Agent,
     Definition,
     Derivation,
-    Sinking,
-    StreamJoin,
-    TableJoin,
 )
 from penstock.app.declaring.tables import AppTable
 from penstock.errors import PlanChangedError
@@ -125,15 +122,7 @@ def _facts(definition: Definition, tables: Iterable[AppTable[object]]) -> Iterab
         yield f"the keys of table {table.name}", table.key_type.__name__
         if isinstance(definition, Agent):
             yield from _facts_of_own(table)
-    match definition:
-        case TableJoin():
-            names = " and ".join(place.name for place in definition.inputs)
-            yield "what it joins", f"{names} ({definition.how})"
-        case StreamJoin():
-            within = format_duration(definition.within_us // 1000)
-            yield "how it joins", f"{definition.how}, on {definition.on}, within {within}"
-        case Sinking():
-            yield "the number of its workers (the sink remembers each)", str(definition.workers)
+    yield from definition.facts.items()
 
 
 def _facts_of_own(table: AppTable[object]) -> Iterable[tuple[str, str]]:

@@ -38,6 +38,7 @@ from penstock.records.arrow import UTC_MICROSECONDS
 from penstock.records.event import (
     Event,
     Key,
+    StoredEvent,
     from_microseconds,
     key_bytes,
     microseconds,
@@ -56,7 +57,7 @@ class _EventRow(NamedTuple):
     data: object
     key: bytes | None
     id: str
-    event: Event[object] | None
+    event: StoredEvent[object] | None
 
     @property
     def stream(self) -> str:
@@ -258,7 +259,7 @@ class _AgentRun:
             raise UsageError(f"agent {self._agent.name} has no state: name a table with state=")
         return self._state
 
-    def _whole(self, row: _EventRow) -> Event[object]:
+    def _whole(self, row: _EventRow) -> StoredEvent[object]:
         return _make_event(row, self._agent) if row.event is None else row.event
 
     def _attempt(self, rows: Sequence[_EventRow]) -> None:
@@ -457,7 +458,7 @@ def _again(row: _EventRow, agent: Agent) -> _EventRow:
     return row._replace(data=event.data, event=None if row.event is None else event)
 
 
-def _make_event(row: _EventRow, agent: Agent) -> Event[object]:
+def _make_event(row: _EventRow, agent: Agent) -> StoredEvent[object]:
     offset = row.batch.offset_of(row.row)
     record = agent.signature.records[row.stream]
     return next(iter(row.batch.slice_offsets(offset, offset + 1).events(record)))

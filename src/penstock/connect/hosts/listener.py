@@ -175,7 +175,7 @@ class PreparedMessages(NamedTuple):
     record: SourceRecord
     parts: list[Part]
     has_messages: bool
-    wrong: str
+    wrong: str | None
 
 
 class _SourceConnection(Connection):
@@ -242,7 +242,7 @@ class _SourceConnection(Connection):
 
     def _handle(self, data: bytes) -> Iterator[SourceEffect]:
         """Accept the frames before an invalid one, which would otherwise be sent again with it."""
-        frames, wrong = [], ""
+        frames, wrong = [], None
         try:
             frames = self.parser.feed(data)
         except ProtocolError as error:
@@ -347,7 +347,7 @@ class _SourceConnection(Connection):
             done = self._together(self._save, ready)
         points = [(p.claim.stream_id, p.record.point_of_ref) for p in done if p.has_messages]
         effects = self._session.finish_commit(points)
-        wrong = next((prepared.wrong for prepared in done if prepared.wrong), "")
+        wrong = next((prepared.wrong for prepared in done if prepared.wrong), None)
         if wrong and self._session.state != "closed":
             effects += self._session.fail(wrong)
         return effects
@@ -374,7 +374,7 @@ class _SourceConnection(Connection):
         ends = f"{told}, so stream {stream.name} cannot hold it"
         is_end = told and on_damage == "stop"
         record = counts.add_to(claim.record)
-        return PreparedMessages(claim, record, parts, bool(messages), ends if is_end else "")
+        return PreparedMessages(claim, record, parts, bool(messages), ends if is_end else None)
 
     def _tell_damage(self, intake: Intake, wrong: Wrong) -> str:
         told = f"message {wrong.message.message_id} of {intake.name}: {wrong.reason}"
@@ -394,10 +394,10 @@ class _SourceConnection(Connection):
         return self._composer
 
 
-def _why_no_stream(name: str, stream: str | None) -> str:
+def _why_no_stream(name: str, stream: str | None) -> str | None:
     if not name or len(name) > NAME_CHARS_MAX or not name.isprintable():
         return f"a stream's name must have 1 to {NAME_CHARS_MAX} printable characters"
-    return f"no route of this listener matches stream {name}" if stream is None else ""
+    return f"no route of this listener matches stream {name}" if stream is None else None
 
 
 def start_all(threads: ThreadPoolExecutor, count: int) -> None:

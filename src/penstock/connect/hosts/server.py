@@ -235,13 +235,12 @@ class Connection:
             self._socket.sendall(b"".join(map(wire.encode, frames)))
             self._socket.settimeout(TICK_S)
 
-    def carry_out(self, effects: Iterable[Any]) -> str:
+    def carry_out(self, effects: Iterable[Any]) -> str | None:
         """Carry out effects one after the other; return why the connection ended, if it did.
 
         Consecutive frames are sent together.
         """
         said: list[wire.Frame] = []
-        reason = ""
         for effect in effects:
             if isinstance(effect, Send):
                 said.append(effect.frame)
@@ -254,7 +253,7 @@ class Connection:
             if reason:
                 return reason
         self.send(said)
-        return ""
+        return None
 
 
 def part(peer: socket.socket) -> None:

@@ -155,7 +155,7 @@ class SinkHost:
 
     # Workers
 
-    def approve(self, worker: str, connection: _SinkConnection) -> str:
+    def approve(self, worker: str, connection: _SinkConnection) -> str | None:
         """Why the worker may not connect: it is connected already, or was with a later attempt."""
         deadline = time.monotonic() + TAKEOVER_S
         with self._changed:
@@ -177,7 +177,7 @@ class SinkHost:
                     return f"{PASSING}worker {worker} is already connected, and busy"
             self._active[worker] = connection
             self._latest[worker] = connection.attempt
-            return ""
+            return None
 
     def _find_saved(self, worker: str) -> WorkerStanding:
         return self._standings.get(worker, WorkerStanding())
@@ -307,7 +307,8 @@ class _SinkConnection(Connection):
             data = self.gather()
             is_late = time.monotonic() > self._since + self._host.options.idle_timeout_s
             if self._session.state == "initial" and is_late:
-                return self.carry_out(self._session.fail("no Hello was received in time"))
+                late = "no Hello was received in time"
+                return self.carry_out(self._session.fail(late)) or late
             if data is None:
                 if time.monotonic() > self._heard + self._host.options.idle_timeout_s:
                     return "it sent nothing for too long"
@@ -389,7 +390,7 @@ class _SinkConnection(Connection):
         except Exception as error:
             self._session.break_off(stream, _explain("could not stage messages", error))
 
-    def _prepare(self, vote: Vote) -> str:
+    def _prepare(self, vote: Vote) -> str | None:
         """Save the vote; return why it must be against, if it must."""
         stages = [self._stages[stretch.stream] for stretch in vote.stretches]
         try:
@@ -402,7 +403,7 @@ class _SinkConnection(Connection):
             failpoint("sink.voted")
         except Exception as error:
             return _explain("could not save the vote", error)
-        return ""
+        return None
 
     def _resolve(self, vote: Vote, commit: bool) -> list[SinkEffect]:
         stages = [self._stages[stretch.stream] for stretch in vote.stretches]

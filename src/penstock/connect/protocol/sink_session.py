@@ -135,7 +135,7 @@ class Taking:
     def __init__(self, received: int) -> None:
         self.received = received
         self.has_gap = False
-        self.wrong = ""
+        self.wrong: str | None = None
         """Why messages could not be staged, if staging failed."""
 
     def take(self, message: wire.Message) -> bool:
@@ -300,22 +300,22 @@ class SinkSession:
         wrong = self._find_break(vote) or self._find_mismatch(vote)
         return self._refuse(vote, wrong) if wrong else [Prepare(vote)]
 
-    def _find_break(self, vote: Vote) -> str:
+    def _find_break(self, vote: Vote) -> str | None:
         named = (self._takings.get(stretch.stream) for stretch in vote.stretches)
-        return next((taking.wrong for taking in named if taking and taking.wrong), "")
+        return next((taking.wrong for taking in named if taking and taking.wrong), None)
 
-    def _find_mismatch(self, vote: Vote) -> str:
+    def _find_mismatch(self, vote: Vote) -> str | None:
         why = self._mismatch(vote)
-        return f"{PASSING}{why}" if why else ""  # after reconnecting, the worker knows better
+        return f"{PASSING}{why}" if why else None  # after reconnecting, the worker knows better
 
-    def _mismatch(self, vote: Vote) -> str:
+    def _mismatch(self, vote: Vote) -> str | None:
         if not vote.stretches:
             return "it names no stretch"
         if len({stretch.stream for stretch in vote.stretches}) < len(vote.stretches):
             return "it names a stream twice"
-        return next(filter(None, map(self._mismatch_of, vote.stretches)), "")
+        return next(filter(None, map(self._mismatch_of, vote.stretches)), None)
 
-    def _mismatch_of(self, stretch: Stretch) -> str:
+    def _mismatch_of(self, stretch: Stretch) -> str | None:
         stream, start, end = stretch
         taking, committed = self._takings.get(stream), self.standing.committed_of(stream)
         if taking is None:
@@ -329,7 +329,7 @@ class SinkSession:
                 f"it ends at {end} in stream {stream}, but what was received without a gap ends at "
                 f"{taking.received}"
             )
-        return ""
+        return None
 
     def _refuse(self, vote: Vote, why: str) -> list[SinkEffect]:
         """Vote against it. The protocol has no field for the reason: Penstock's own workers, which
@@ -342,7 +342,7 @@ class SinkSession:
         ]
         return [*answer, error(why)] if self.attempt else answer
 
-    def finish_vote(self, vote: Vote, wrong: str) -> list[SinkEffect]:
+    def finish_vote(self, vote: Vote, wrong: str | None) -> list[SinkEffect]:
         """Answer with the vote: the bytes are durable and it is saved, or `wrong` says why not."""
         if wrong:
             for stretch in vote.stretches:

@@ -58,19 +58,19 @@ class Intake:
         self.messages: list[wire.Message] = []
         self.dropped = 0
 
-    def take(self, message: wire.Message) -> str:
+    def take(self, message: wire.Message) -> str | None:
         """Keep a message; return what is wrong with it, if anything."""
         number = message.message_id
         if self.received != wire.NEVER and number <= self.received:
             if self.point_of_ref != wire.NEVER and number <= self.point_of_ref:
                 self.dropped += 1
-                return ""
+                return None
             return f"message {number} of stream {self.name} was sent after message {self.received}"
         if number == wire.NEVER:
             return f"{number} is not a valid message number"
         self.received = number
         self.messages.append(message)
-        return ""
+        return None
 
     def take_all(self) -> list[wire.Message]:
         """Remove and return the waiting messages, which are to be committed now."""
@@ -182,7 +182,7 @@ class SourceSession:
         self._asked[frame.stream_id] = self._new[frame.stream_id] = frame.name
         return []
 
-    def _message(self, frame: wire.Message) -> str:
+    def _message(self, frame: wire.Message) -> str | None:
         """What is wrong with a message, if anything."""
         if wrong := self._charge():
             return wrong
@@ -200,10 +200,12 @@ class SourceSession:
             return self.fail(f"EOS was sent for stream {frame.stream_id}, which is not open")
         return [Flush(), Release(frame.stream_id)]
 
-    def _charge(self) -> str:
+    def _charge(self) -> str | None:
         self.credits -= 1
         self._used += 1
-        return "more frames were sent than the credits allow" if self.credits < -self._drift else ""
+        if self.credits < -self._drift:
+            return "more frames were sent than the credits allow"
+        return None
 
     # What is decided outside
 

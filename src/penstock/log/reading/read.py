@@ -18,7 +18,7 @@ from penstock.log.batch import Batch
 from penstock.log.declaring.objects import Stream
 from penstock.log.reading.merge import Read, in_commit_order
 from penstock.log.writing.compose import check_class_fits
-from penstock.records.event import Event, Key, key_bytes
+from penstock.records.event import Key, StoredEvent, key_bytes
 from penstock.records.schema import Record
 
 R = TypeVar("R", bound=Record)
@@ -138,13 +138,13 @@ class Reading:
 @overload
 def read_events(
     log: Log, stream: str, record: type[R], options: ReadOptions = ...
-) -> Iterator[Event[R]]: ...
+) -> Iterator[StoredEvent[R]]: ...
 
 
 @overload
 def read_events(
     log: Log, stream: str, record: None = None, options: ReadOptions = ...
-) -> Iterator[Event[object]]: ...
+) -> Iterator[StoredEvent[object]]: ...
 
 
 def read_events(
@@ -152,7 +152,7 @@ def read_events(
     stream: str,
     record: type[R] | None = None,
     options: ReadOptions = ReadOptions(),
-) -> Iterator[Event[R]] | Iterator[Event[object]]:
+) -> Iterator[StoredEvent[R]] | Iterator[StoredEvent[object]]:
     """Events one by one; `data` is a record of the class given, or what the stream holds.
 
     Raises `UsageError` if a table's changelog is read with a class: some of its events have no
@@ -160,19 +160,19 @@ def read_events(
     """
     if record is not None and log.stream(stream).spec.table:
         raise UsageError(f"stream {stream} is a table's changelog: use read_changes")
-    return cast(Iterator[Event[R]], _events(log, stream, record, options))
+    return cast(Iterator[StoredEvent[R]], _events(log, stream, record, options))
 
 
 def read_changes(
     log: Log, stream: str, record: type[R], options: ReadOptions = ReadOptions()
-) -> Iterator[Event[R | None]]:
+) -> Iterator[StoredEvent[R | None]]:
     """Events of a table's changelog one by one; `data` is `None` if an entry was deleted."""
-    return cast(Iterator[Event[R | None]], _events(log, stream, record, options))
+    return cast(Iterator[StoredEvent[R | None]], _events(log, stream, record, options))
 
 
 def _events(
     log: Log, stream: str, record: type[Record] | None, options: ReadOptions
-) -> Iterator[Event[object]]:
+) -> Iterator[StoredEvent[object]]:
     if record is not None:
         check_class_fits(log.stream(stream), record)
     key = key_bytes(options.key)

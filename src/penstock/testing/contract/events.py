@@ -26,7 +26,7 @@ from penstock.log.reading.table import Table
 from penstock.log.writing.compose import Composer, EventOptions
 from penstock.log.writing.transaction import Transaction
 from penstock.producer import Producer, ProducerOptions
-from penstock.records.event import Event
+from penstock.records.event import StoredEvent
 from penstock.records.schema import Record
 from penstock.testing.contract.setting import (
     Harness,
@@ -236,7 +236,7 @@ class EventContract(OnEngine):
             ).result()
             producer.send("s", Order("b", 2)).result()
         first, second = orders(log, "s")
-        assert first == Event(
+        assert first == StoredEvent(
             data=Order("a", 1),
             key=b"k",
             id="my-id",

@@ -18,7 +18,7 @@ from penstock.log.declaring.objects import (
 )
 from penstock.log.reading.read import ReadOptions, read_changes
 from penstock.log.writing.compose import Composer, EventOptions
-from penstock.records.event import Event, ids_of
+from penstock.records.event import StoredEvent, ids_of
 from penstock.records.schema import Record
 
 
@@ -98,12 +98,14 @@ def commit(
     return commit_as(log, log.hold(producer), sequence, stream, amounts)
 
 
-def orders(log: Log, stream: str, **options: Any) -> Iterator[Event[Order]]:
+def orders(log: Log, stream: str, **options: Any) -> Iterator[StoredEvent[Order]]:
     """The orders of a stream, or of a table's changelog, where data may be `None`."""
-    return cast(Iterator[Event[Order]], read_changes(log, stream, Order, ReadOptions(**options)))
+    return cast(
+        Iterator[StoredEvent[Order]], read_changes(log, stream, Order, ReadOptions(**options))
+    )
 
 
-def by_place(log: Log, stream: str) -> list[Event[Order]]:
+def by_place(log: Log, stream: str) -> list[StoredEvent[Order]]:
     """All events in order of partition and offset."""
     return sorted(orders(log, stream), key=lambda event: (event.partition, event.offset))
 
