@@ -3,8 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Tests wait for servers and timers half of their time.
 PROCESSES ?= 3
+# Tests start hundreds of programs: each would compile Penstock again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup tools prepared demo kafka test quick soak check format rows bench clean
 
@@ -38,7 +39,7 @@ tools: ## Install what tests use: kcat, Redis and PostgreSQL (Debian, as root).
 	    --no-install-recommends kcat redis-server postgresql > /dev/null; }
 
 test: $(READY) tools prepared ## Run all tests (what CI runs).
-	$(RUN)/python -m pytest -m 'not soak' -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 60 --durations-min 10
+	$(RUN)/python -m pytest -m 'not soak' -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder --durations 60 --durations-min 10
 
 quick: $(READY) ## Run the tests that need neither Spark nor servers: a minute.
 	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/property \

@@ -155,24 +155,42 @@ def moved(log: Log, runner: RunnerProcess) -> Callable[[], bool]:
     return lambda: position(log) != before or not runner.is_running()
 
 
-def random_kills(
-    log: Log,
-    folder: Path,
-    rounds: int,
-    seed: int,
-    *,
-    options: Sequence[str] = (),
-    nuisance: Callable[[], None] | None = None,
-) -> None:
-    """Kill the runner, Spark's JVM, or a worker; or have a nuisance, where there is one."""
-    chance = random.Random(seed)
-    output = folder / "output.txt"
-    kills = 0
-    with Load(log, seed) as load:
+class Kills:
+    """An app under load that is killed in several ways, one after the other, on one log.
+
+    Leaving the block lets it finish, and judges all of its output.
+    """
+
+    def __init__(self, log: Log, folder: Path, seed: int, options: Sequence[str] = ()) -> None:
+        self._log = log
+        self._folder = folder
+        self._options = options
+        self._chance = random.Random(seed)
+        self._load = Load(log, seed)
+
+    def __enter__(self) -> Self:
+        self._load.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._load.__exit__()
+        if kind is None:
+            finish(self._log, self._folder, self._options)
+            judge(self._log, self._load.sent)
+
+    def _runner(self, **environment: str) -> RunnerProcess:
+        given = [*arguments(self._chance), *common(self._folder, self._options)]
+        output = self._folder / "output.txt"
+        return RunnerProcess(
+            APP, self._log.url, arguments=given, output=output, environment=environment
+        )
+
+    def at_random(self, rounds: int, nuisance: Callable[[], None] | None = None) -> None:
+        """Kill the runner, Spark's JVM, or a worker; or have a nuisance, where there is one."""
+        chance, kills = self._chance, 0
         while kills < rounds:
-            given = [*arguments(chance), *common(folder, options)]
-            with RunnerProcess(APP, log.url, arguments=given, output=output) as runner:
-                wait_until(moved(log, runner), 180, "a batch")
+            with self._runner() as runner:
+                wait_until(moved(self._log, runner), 180, "a batch")
                 while kills < rounds and runner.is_running():
                     runner.wait(chance.random() * 2)
                     if nuisance is not None and chance.random() < 0.5:
@@ -187,32 +205,20 @@ def random_kills(
                     if victim != "worker":
                         assert runner.wait(60) is not None, f"outlives Spark: {runner.explain()}"
                         break
-    finish(log, folder, options)
-    judge(log, load.sent)
 
+    def at_steps(self, steps: Sequence[str], commits: range) -> None:
+        """A process dies at each failpoint in turn, in a task or in the runner.
 
-def kills_at(
-    log: Log, folder: Path, steps: Sequence[str], seed: int, commits: range, *,
-    options: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """A process dies at each failpoint in turn, in a task or in the runner.
-
-    At which of its commits is drawn from `commits`: a runner makes some before its first batch,
-    and most kills must hit a batch.
-    """
-    chance = random.Random(seed)
-    with Load(log, 1) as load:
+        At which of its commits is drawn from `commits`: a runner makes some before its first
+        batch, and most kills must hit a batch.
+        """
+        chance = self._chance
         for step in steps:
             at = chance.choice(commits) if step.startswith("commit.") else chance.randrange(1, 6)
             print(f"{step} at {at}")
-            reached = folder / step
-            with RunnerProcess(
-                APP, log.url, output=folder / "output.txt",
-                arguments=[*arguments(chance), *common(folder, options)],
-                environment={ENVIRONMENT: f"{step}=kill@{at}", REACHED: str(reached)},
-            ) as runner:  # fmt: skip
+            reached = self._folder / step
+            failing = {ENVIRONMENT: f"{step}=kill@{at}", REACHED: str(reached)}
+            with self._runner(**failing) as runner:
                 wait_until(reached.exists, 120, step)
                 # A runner is dead now; a worker is replaced, and does its work again.
                 runner.wait(chance.random() * 3)
-    finish(log, folder, options)
-    judge(log, load.sent)

@@ -13,7 +13,7 @@ from penstock import Log
 from penstock import open as open_log
 from penstock.app.declaring.plan import plan
 from penstock.app.running.streams import make_streams
-from tests.fault.payments import ALL_STEPS, kills_at, random_kills, seed_of
+from tests.fault.payments import ALL_STEPS, Kills, seed_of
 from tests.fault.pipeline import app
 
 
@@ -24,29 +24,30 @@ def log(tmp_path: Path) -> Iterator[Log]:
         yield opened
 
 
+@pytest.fixture
+def kills(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> Kills:
+    return Kills(log, tmp_path, seed_of(request))
+
+
 @pytest.mark.row("F1", engine="embedded")
 @pytest.mark.row("F12", engine="embedded")
 @pytest.mark.timeout(900)
-def test_random_kills(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    random_kills(log, tmp_path, 2, seed_of(request))
+def test_some_kills(kills: Kills, chance: random.Random) -> None:
+    """Within a batch, then at random."""
+    with kills:
+        kills.at_steps(chance.sample(ALL_STEPS, 1), range(5, 25))
+        kills.at_random(1)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_many_random_kills(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    rounds = int(os.environ.get("PENSTOCK_SOAK_ROUNDS") or 25)
-    random_kills(log, tmp_path, max(25, rounds), seed_of(request))
-
-
-@pytest.mark.row("F1", engine="embedded")
-@pytest.mark.timeout(900)
-def test_kills_within_a_batch(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """At three steps, others each time."""
-    seed = seed_of(request)
-    kills_at(log, tmp_path, random.Random(seed).sample(ALL_STEPS, 2), seed, range(5, 25))
+def test_many_random_kills(kills: Kills) -> None:
+    with kills:
+        kills.at_random(max(25, int(os.environ.get("PENSTOCK_SOAK_ROUNDS") or 25)))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_kill_at_every_step(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    kills_at(log, tmp_path, ALL_STEPS, seed_of(request), range(5, 25))
+def test_a_kill_at_every_step(kills: Kills) -> None:
+    with kills:
+        kills.at_steps(ALL_STEPS, range(5, 25))

@@ -14,7 +14,7 @@ from penstock import open as open_log
 from penstock.app.declaring.plan import plan
 from penstock.app.running.streams import make_streams
 from penstock.testing.brokers import Brokers
-from tests.fault.payments import kills_at, random_kills, seed_of
+from tests.fault.payments import Kills, seed_of
 from tests.fault.pipeline import app
 
 #: from staging in a task to the end of the transaction
@@ -25,11 +25,6 @@ STEPS = ("stage.blobs", "publish.pieces", "commit.blobs", "commit.producer")
 def brokers(kafka_jars: Path, tmp_path: Path) -> Iterator[Brokers]:
     with Brokers(1, tmp_path / "kafka") as found:
         yield found
-
-
-@pytest.fixture
-def options(tmp_path: Path) -> list[str]:
-    return [f"cache={tmp_path / 'cache'}"]
 
 
 @pytest.fixture
@@ -45,39 +40,30 @@ def kill(brokers: Brokers) -> None:
     brokers.wait_ready()
 
 
+@pytest.fixture
+def kills(log: Log, tmp_path: Path, request: pytest.FixtureRequest) -> Kills:
+    return Kills(log, tmp_path, seed_of(request), [f"cache={tmp_path / 'cache'}"])
+
+
 @pytest.mark.row("F1", "X3", engine="kafka")
 @pytest.mark.timeout(900)
-def test_random_kills(
-    log: Log, brokers: Brokers, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    seed = seed_of(request)
-    random_kills(log, tmp_path, 2, seed, options=options, nuisance=lambda: kill(brokers))
+def test_some_kills(kills: Kills, brokers: Brokers, chance: random.Random) -> None:
+    """Within a batch, then at random, brokers among them."""
+    with kills:
+        kills.at_steps(chance.sample(STEPS, 1), range(2, 12))
+        kills.at_random(2, lambda: kill(brokers))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_many_random_kills(
-    log: Log, brokers: Brokers, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_many_random_kills(kills: Kills, brokers: Brokers) -> None:
     rounds = max(25, int(os.environ.get("PENSTOCK_SOAK_ROUNDS") or 25))
-    seed = seed_of(request)
-    random_kills(log, tmp_path, rounds, seed, options=options, nuisance=lambda: kill(brokers))
-
-
-@pytest.mark.row("F1", "X3", engine="kafka")
-@pytest.mark.timeout(900)
-def test_kills_at_some_steps(
-    log: Log, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """One of them, another each time."""
-    seed = seed_of(request)
-    some = random.Random(seed).sample(STEPS, 1)
-    kills_at(log, tmp_path, some, seed, range(2, 12), options=options)
+    with kills:
+        kills.at_random(rounds, lambda: kill(brokers))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_kill_at_every_step(
-    log: Log, options: list[str], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    kills_at(log, tmp_path, STEPS, seed_of(request), range(2, 12), options=options)
+def test_a_kill_at_every_step(kills: Kills) -> None:
+    with kills:
+        kills.at_steps(STEPS, range(2, 12))

@@ -248,12 +248,14 @@ STEPS = ((3, "push.voted"), (1, "push.decided"), (2, "push.told"))
 
 
 @pytest.mark.row("W14", engine="any")
-@pytest.mark.timeout(600)
-def test_killed_at_a_step_of_the_decision(
-    log: Log, sink: SinkProcess, tmp_path: Path, chance: random.Random
-) -> None:
-    """One of them, another each time; `make soak` has all."""
-    kill_at(log, sink, tmp_path, [chance.choice(STEPS)])
+@pytest.mark.timeout(900)
+def test_killed(log: Log, sink: SinkProcess, tmp_path: Path, chance: random.Random) -> None:
+    """At a step of the decision or at a random moment, another each time; `make soak` has all."""
+    step = chance.choice([None, *STEPS])
+    if step is None:
+        push_under_kills(log, sink, tmp_path, 1, chance)
+    else:
+        kill_at(log, sink, tmp_path, [step])
 
 
 @pytest.mark.soak
@@ -273,12 +275,6 @@ def kill_at(log: Log, sink: SinkProcess, folder: Path, steps: Sequence[tuple[int
     with program.started(1) as run:
         assert run.wait(240) == 0, program.told()
     check(sink.folder, 1500)
-
-
-@pytest.mark.row("W14", engine="any")
-@pytest.mark.timeout(900)
-def test_random_kills(log: Log, sink: SinkProcess, tmp_path: Path, chance: random.Random) -> None:
-    push_under_kills(log, sink, tmp_path, 1, chance)
 
 
 @pytest.mark.soak
