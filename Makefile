@@ -39,7 +39,7 @@ tools: ## Install what tests use: kcat, Redis and PostgreSQL (Debian, as root).
 	    --no-install-recommends kcat redis-server postgresql > /dev/null; }
 
 test: $(READY) tools prepared ## Run all tests (what CI runs).
-	$(RUN)/python -m pytest -m 'not soak' -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder --durations 60 --durations-min 10
+	$(RUN)/python -m pytest -m 'not soak' -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 60 --durations-min 10
 
 quick: $(READY) ## Run the tests that need neither Spark nor servers: a minute.
 	$(RUN)/python -m pytest -m 'not soak' -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/property \

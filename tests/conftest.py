@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import random
 import secrets
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from penstock.spark.session import close_session
 from penstock.testing.apps import test_session
@@ -58,20 +61,29 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: a process that gets one of them at the end would be waited for.
-
-    A file is run by one process, but one process has all that share a Spark session.
-    """
+    """The longest first: a process that gets one of them at the end would be waited for."""
     rank = {name: n for n, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get("/".join(item.path.parts[-2:]), len(rank)))
-    items.sort(key=lambda item: not uses_spark(item))
-    for item in items:
-        group = "spark" if uses_spark(item) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not uses_spark(item.path))
 
 
-def uses_spark(item: pytest.Item) -> bool:
-    return "spark" in getattr(item, "fixturenames", ())
+@functools.cache
+def uses_spark(file: Path) -> bool:
+    """Whether tests of a file need the Spark session."""
+    return "spark: SparkSession" in file.read_text("utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    return ByFile(config, log)
+
+
+class ByFile(LoadFileScheduling):  # type: ignore[misc]
+    """A file is run by one process, and all files with the Spark session by one and the same."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "spark" if uses_spark(self.config.rootpath / file) else file
 
 
 _at_the_end = contextlib.ExitStack()
