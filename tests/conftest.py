@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import random
@@ -86,11 +85,7 @@ class ByFile(LoadFileScheduling):  # type: ignore[misc]
         return "spark" if uses_spark(self.config.rootpath / file) else file
 
 
-_at_the_end = contextlib.ExitStack()
-
-
 def pytest_unconfigure() -> None:
-    _at_the_end.close()
     shutil.rmtree(os.environ.pop("PENSTOCK_CACHE"), ignore_errors=True)
 
 
@@ -148,37 +143,11 @@ def kafka_jars() -> Path:
 
 
 @pytest.fixture(scope="session")
-def broker(kafka_jars: Path, tmp_path_factory: pytest.TempPathFactory) -> Brokers:
-    """One broker for all tests that need no more."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all processes
-    return _at_the_end.enter_context(shared_broker(folder / "kafka"))
-
-
-@contextlib.contextmanager
-def shared_broker(folder: Path) -> Iterator[Brokers]:
-    """A broker that whoever needs it first starts, and ends once nobody needs it any more.
-
-    It is left when pytest ends, and not by a fixture, whose time is limited: whoever has started
-    it waits for the others.
-    """
-    folder.mkdir(exist_ok=True)
-    note = folder / "ports"
-    with (folder / "users").open("a") as users, (folder / "starting").open("a") as starting:
-        fcntl.flock(users, fcntl.LOCK_SH)
-        fcntl.flock(starting, fcntl.LOCK_EX)
-        if note.exists():
-            fcntl.flock(starting, fcntl.LOCK_UN)
-            yield Brokers(1, folder, ports=tuple(map(int, note.read_text().split())))
-            return
-        with Brokers(1, Path(tempfile.mkdtemp(dir=folder))) as brokers:
-            note.write_text(" ".join(map(str, brokers.ports)))
-            fcntl.flock(starting, fcntl.LOCK_UN)
-            yield brokers
-            fcntl.flock(users, fcntl.LOCK_EX)
-            note.unlink()
-            brokers.kill(0)  # nobody needs its data
+def broker(kafka_jars: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
+    """One broker for all tests of a process that need no more."""
+    with Brokers(1, tmp_path_factory.mktemp("kafka")) as brokers:
+        yield brokers
+        brokers.kill(0)  # nobody needs its data
 
 
 @pytest.fixture

@@ -214,7 +214,9 @@ def test_a_message_may_be_acknowledged_twice_in_a_transaction(log: Log) -> None:
 
 def test_many_of_a_key_are_given_back(log: Log) -> None:
     count = 1_000
-    send(log, [("ada", n) for n in range(count)])
+    with Transaction(log, "till") as tx:  # at once: what is read together comes together
+        for number in range(count):
+            tx.send("orders", Order("ada", number))
     rules = GroupRules(key_batch=count, lease_s=60, member_in_flight_max=count)
     with Group(log, "orders", "billing", Order, rules=rules) as group:
         first = take_all(group, count)

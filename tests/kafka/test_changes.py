@@ -295,6 +295,28 @@ def test_what_an_older_version_left_to_be_removed_is_kept_where_a_stream_needs_i
     assert list(topics.partitions()) == []
 
 
+def test_what_another_has_made_meanwhile_is_not_taken_for_a_strangers(
+    kafka: KafkaLog, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next stream of a name would be in the topic where theirs is, with events already."""
+    create(kafka, "s")
+    commit_as(kafka, kafka.hold("p"), 0, "s", [1])
+    changes: list[Change] = [DropStream("s"), CreateStream(kafka.stream("s").spec)]
+    look = kafka._cluster.topics
+    with open_log(url, upkeep_interval_ms=0) as other:
+
+        def look_late() -> dict[str, int]:
+            if not amounts(other, "s") == [2]:
+                other.apply(changes)
+                commit_as(other, other.hold("q"), 0, "s", [2])
+            return look()
+
+        monkeypatch.setattr(kafka._cluster, "topics", look_late)
+        kafka.apply(changes)
+        monkeypatch.undo()
+        assert amounts(other, "s") == amounts(kafka, "s") == []
+
+
 def test_two_processes_make_a_stream_anew_while_a_third_writes(kafka: Log, url: str) -> None:
     """What is there in the end is what was committed last, without a gap."""
     create(kafka, "s")

@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.errors import LogBusyError, LogError, UsageError
+from penstock.errors import LogBusyError, LogError, ObjectExistsError, UsageError
 from penstock.failpoints import failpoint
 from penstock.log.declaring.names import OBJECTS
 from penstock.log.declaring.objects import Defaults, ObjectChanged, describe_change, to_event
@@ -119,13 +119,20 @@ class Applier:
 
     def _write_down(self, session: Session, work: DraftChange) -> Mapping[str, Duty]:
         """Do steps 3 and 4; return what is to be done in step 5."""
+        known = self._catalogue.lines()
         draft = self._draft(self._cluster.topics())
         notes = []
         for growth in self._topics.find_overlooked(draft.streams(), draft.there):
             with contextlib.suppress(UsageError):  # more partitions than are allowed
                 notes.append(to_event(growth, describe_change(growth, draft.change(growth))))
         notes += work(draft)
-        duties = self._topics.check(draft)
+        try:
+            duties = self._topics.check(draft)
+        except ObjectExistsError:
+            self._catalogue.look()
+            if self._catalogue.lines() != known:
+                raise TakenError from None  # it is another's, who was faster: look again
+            raise
         for topic, duty in duties.items():
             draft.note(topic, duty)
         self._topics.make(draft)

@@ -19,7 +19,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from penstock.errors import LogError, LogUnreachableError
 from penstock.log.kafka.client import FENCED, MOMENTARY, RETRY_PAUSE_S, Cluster, code_of
-from penstock.log.kafka.ledger import LedgerLine, ProducerState
+from penstock.log.kafka.ledger import TOPIC, LedgerLine, ProducerState
 from penstock.log.kafka.messages import Headers
 
 T = TypeVar("T")
@@ -83,8 +83,11 @@ class Session:
                 "compression.type": "lz4",
             }
         )
-        # Otherwise the first request would wait for a timer of librdkafka.
-        self._cluster.ask("opening a producer", lambda left: producer.list_topics(timeout=left))
+        # Otherwise the first request would wait for a timer of librdkafka. One topic is enough: a
+        # cluster may have thousands.
+        topic = self._cluster.address.own(TOPIC)
+        doing = "opening a producer"
+        self._cluster.ask(doing, lambda left: producer.list_topics(topic, timeout=left))
         while True:
             try:
                 producer.init_transactions(max(0.1, deadline - time.monotonic()))

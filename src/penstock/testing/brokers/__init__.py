@@ -83,9 +83,7 @@ class Brokers:
     """One broker, or several that form a cluster, each with a folder of its own.
 
     `protocol` is the protocol of clients (PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL); `settings`
-    are Kafka's broker properties and override ours. `ports` are those of clients, then those of
-    the brokers themselves; they are chosen unless given. Brokers that another process has started
-    are named by their ports.
+    are Kafka's broker properties and override ours.
     """
 
     def __init__(
@@ -95,13 +93,12 @@ class Brokers:
         *,
         protocol: str = "PLAINTEXT",
         settings: Mapping[str, str] | None = None,
-        ports: Sequence[int] = (),
     ) -> None:
         self.count = count
         self.folder = folder
         self._protocol = protocol
         self._settings = dict(settings or {})
-        self.ports = tuple(ports) or tuple(free_ports(2 * count))
+        self._ports = free_ports(2 * count)
         # Its first bits are zero, since an id must not begin with a dash.
         number = (secrets.randbits(127)).to_bytes(16, "big")
         self._cluster = base64.urlsafe_b64encode(number).decode().rstrip("=")
@@ -110,7 +107,7 @@ class Brokers:
 
     @property
     def addresses(self) -> list[str]:
-        return [f"127.0.0.1:{port}" for port in self.ports[: self.count]]
+        return [f"127.0.0.1:{port}" for port in self._ports[: self.count]]
 
     @property
     def url(self) -> str:
@@ -207,7 +204,7 @@ class Brokers:
     def _answers(self, number: int) -> bool:
         """Whether it has joined the cluster; its port opens only then."""
         try:
-            with socket.create_connection(("127.0.0.1", self.ports[number]), 1.0):
+            with socket.create_connection(("127.0.0.1", self._ports[number]), 1.0):
                 return "Kafka Server started" in self._log(number).read_text(errors="replace")
         except OSError:
             return False
@@ -254,7 +251,7 @@ class Brokers:
 
     def _properties(self, number: int) -> dict[str, str]:
         replicas = str(min(3, self.count))
-        controllers = self.ports[self.count :]
+        controllers = self._ports[self.count :]
         voters = ",".join(f"{n}@127.0.0.1:{port}" for n, port in enumerate(controllers))
         ours = {
             "process.roles": "broker,controller",
@@ -262,10 +259,10 @@ class Brokers:
             "broker.rack": f"rack-{number}",
             "controller.quorum.voters": voters,
             "listeners": (
-                f"CLIENTS://127.0.0.1:{self.ports[number]},"
+                f"CLIENTS://127.0.0.1:{self._ports[number]},"
                 f"CONTROLLER://127.0.0.1:{controllers[number]}"
             ),
-            "advertised.listeners": f"CLIENTS://127.0.0.1:{self.ports[number]}",
+            "advertised.listeners": f"CLIENTS://127.0.0.1:{self._ports[number]}",
             "controller.listener.names": "CONTROLLER",
             "inter.broker.listener.name": "CLIENTS",
             "listener.security.protocol.map": f"CONTROLLER:PLAINTEXT,CLIENTS:{self._protocol}",
