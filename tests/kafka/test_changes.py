@@ -306,7 +306,7 @@ def test_what_another_has_made_meanwhile_is_not_taken_for_a_strangers(
     with open_log(url, upkeep_interval_ms=0) as other:
 
         def look_late() -> dict[str, int]:
-            if not amounts(other, "s") == [2]:
+            if amounts(other, "s") != [2]:
                 other.apply(changes)
                 commit_as(other, other.hold("q"), 0, "s", [2])
             return look()
