@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.errors import EvolutionError, RecordError
+from penstock.log.reading.collections import Collections
 from penstock.records import Digits, Record, check_evolution, codec_of, schema_of
 from penstock.records.arrow import conform
 from penstock.records.schema import Choice, Field, Maybe, Scalar, Schema, parse_type
@@ -302,3 +303,28 @@ def test_equal_sets_are_packed_alike() -> None:
     assert one == other
     assert list(one) != list(other)
     assert codec.pack(Tags(one)) == codec.pack(Tags(other))
+
+
+class Numbers(Record):
+    some: list[int]
+    others: set[int] = set()
+
+
+@pytest.mark.parametrize("wrong", [1 << 63, -(1 << 63) - 1])
+def test_one_of_many_integers_that_does_not_fit_is_named(wrong: int) -> None:
+    codec = codec_of(Numbers)
+    codec.validate(Numbers([], set()))
+    codec.validate(Numbers([(1 << 63) - 1, -(1 << 63)], set(range(1000))))
+    with pytest.raises(RecordError, match=rf"some\[2\]: {wrong} does not fit"):
+        codec.validate(Numbers([1, 2, wrong]))
+    with pytest.raises(RecordError, match=f"{wrong} does not fit"):
+        codec.validate(Numbers([1], {5, wrong}))
+
+
+@pytest.mark.parametrize("kind", ["set", "list"])
+def test_a_collection_from_the_log_is_packed_as_one_that_was_checked(
+    kind: Literal["set", "list"],
+) -> None:
+    collections = Collections(kind, Scalar("float"))
+    stored = collections.unpack(collections.pack([1.5, 2.0]))
+    assert collections.pack_stored(stored) == collections.pack(stored)

@@ -11,7 +11,7 @@ import decimal
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 import msgspec
@@ -474,7 +474,7 @@ def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type,
             yield from _walk(value, of, path)
         case Scalar(kind="datetime" | "int") | Digits():
             yield value, type_, path
-        case ListOf(item=item) | SetOf(item=item) if _needs_walk(item):
+        case ListOf(item=item) | SetOf(item=item) if _needs_walk(item) and not _fit(item, value):
             for index, element in enumerate(cast(Iterable[object], value)):
                 yield from _walk(element, item, f"{path}[{index}]")
         case DictOf(key=key, value=inner) if _needs_walk(type_):
@@ -484,6 +484,14 @@ def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type,
         case Schema(fields=fields) if _needs_walk(type_):
             for name, field in zip(type(value).__struct_fields__, fields, strict=True):  # type: ignore[attr-defined]
                 yield from _walk(getattr(value, name), field.type, f"{path}.{field.name}")
+
+
+def _fit(item: Type, values: object) -> bool:
+    """Whether elements are integers that all fit into 64 bits; there may be very many."""
+    if item != Scalar("int"):
+        return False
+    numbers = cast(Collection[int], values)
+    return not numbers or (min(numbers) >= INT_MIN and max(numbers) <= INT_MAX)
 
 
 @functools.cache

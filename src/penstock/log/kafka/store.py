@@ -265,7 +265,7 @@ class Store:
         self, connection: apsw.Connection, stream: KafkaStream, batch: Batch
     ) -> list[tuple[bytes, bytes | None, int]]:
         """Save sets and lists, by replaying the actions on each."""
-        pack, unpack = Collections.of(stream).pack, unpacker(stream)
+        pack, unpack = Collections.of(stream).pack_stored, unpacker(stream)
         keys = cast(list[bytes], batch.keys().to_pylist())
         before = self._latest(connection, stream.id, sorted(set(keys)))
         held = {key: cast(Collection, unpack(entry.value)) for key, entry in before.items()}
