@@ -307,7 +307,7 @@ def test_equal_sets_are_packed_alike() -> None:
 
 class Numbers(Record):
     some: list[int]
-    others: set[int] = set()
+    others: set[int] = msgspec.field(default_factory=set)
 
 
 @pytest.mark.parametrize("wrong", [1 << 63, -(1 << 63) - 1])
