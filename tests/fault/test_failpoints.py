@@ -27,7 +27,7 @@ def test_killed_at(name: str, runner: Runner) -> None:
     assert code == -signal.SIGKILL, "the failpoint was not reached"
     if runner.path.exists() and runner.said().tried:
         runner.judge()
-    assert runner.run(commits=COMMITS) == 0
+    runner.run_here(COMMITS)
     runner.judge()
     said = runner.said()
     assert said.tried == {("even", n) for n in range(COMMITS)}
@@ -36,13 +36,18 @@ def test_killed_at(name: str, runner: Runner) -> None:
 
 @pytest.mark.parametrize("name", failpoints.NAMES)
 def test_raised_at(name: str, runner: Runner) -> None:
-    code = runner.run(commits=COMMITS, failpoint=f"{name}=raise@{_at(name)}")
+    failpoints.arm(name, "raise", _at(name))
+    try:
+        if name.startswith("open."):
+            with pytest.raises(failpoints.FailpointError):
+                runner.run_here(COMMITS)
+        else:
+            runner.run_here(COMMITS)
+            assert f"failpoint {name}" in " ".join(runner.said().raised)
+    finally:
+        failpoints.disarm()
     if name.startswith("open."):
-        assert code == 1
-        assert runner.run(commits=COMMITS) == 0
-    else:
-        assert code == 0
-        assert f"failpoint {name}" in " ".join(runner.said().raised)
+        runner.run_here(COMMITS)
     runner.judge()
     assert runner.said().acked == {("even", n) for n in range(COMMITS)}
 

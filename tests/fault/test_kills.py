@@ -43,7 +43,7 @@ def test_killed_at_random_moments(runner: Runner) -> None:
         kill_after_words(runner.start(commits=200), runner, rng.randrange(1, 40))
         if runner.said().tried:
             runner.judge()
-    assert runner.run(commits=200) == 0
+    runner.run_here(200)
     runner.judge()
 
 
@@ -67,7 +67,7 @@ def test_one_of_two_processes_is_killed(runner: Runner) -> None:
     kill_after_words(runner.start(commits=200), runner, 31)
     assert runner.finish(other) == 0
     runner.judge()
-    assert runner.run(commits=60) == 0
+    runner.run_here(60)
     runner.judge()
 
 
@@ -139,7 +139,7 @@ def test_killed_during_recovery(runner: Runner, at: int) -> None:
     assert runner.run(failpoint="commit.committed=kill@30") == -signal.SIGKILL
     code = runner.run(fault=Fault("read", "kill", suffix="-wal", at=at))
     assert code == -signal.SIGKILL
-    assert runner.run() == 0
+    runner.run_here(20)
     runner.judge()
 
 

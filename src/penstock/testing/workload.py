@@ -13,7 +13,8 @@ import contextlib
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -265,6 +266,21 @@ def _judge_offsets(log: Log) -> Iterator[str]:
                 expected = event.offset + 1
 
 
+def work(
+    url: str,
+    seed: int,
+    commits: int,
+    producer: str = "even",
+    options: Mapping[str, str | int | bool] = MappingProxyType({}),
+) -> None:
+    """Run the workload in this process."""
+    given = {"transaction_memory_bytes_max": 200, "upkeep_interval_ms": 0, **options}
+    with open_log(url, create=True, **given) as log:
+        retry(lambda: create_streams(log))
+        WorkloadWorker(log, producer, seed).run(commits)
+    _say("done")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("log")
@@ -274,15 +290,12 @@ def main() -> None:
     parser.add_argument("--fault", help="a testing.faults.Fault as JSON")
     given = parser.parse_args()
     vfs: FaultyVfs | None = None
-    options: dict[str, str | int | bool] = {"transaction_memory_bytes_max": 200}
+    options: dict[str, str | int | bool] = {}
     if given.fault:
         vfs = FaultyVfs("workload")
         vfs.faults.append(msgspec.json.decode(given.fault, type=Fault))
         options["vfs"] = "workload"
-    with open_log(given.log, create=True, upkeep_interval_ms=0, **options) as log:
-        retry(lambda: create_streams(log))
-        WorkloadWorker(log, given.producer, given.seed).run(given.commits)
-    _say("done")
+    work(given.log, given.seed, given.commits, given.producer, options)
 
 
 if __name__ == "__main__":

@@ -278,8 +278,8 @@ class Brokers:
             "group.initial.rebalance.delay.ms": "0",
             "broker.session.timeout.ms": "6000",
             "log.initial.task.delay.ms": "500",
-            "log.retention.check.interval.ms": "500",
-            "log.cleaner.backoff.ms": "500",
+            "log.retention.check.interval.ms": "2000",
+            "log.cleaner.backoff.ms": "2000",
         }
         return {**ours, **self._settings}
 
