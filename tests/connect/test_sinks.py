@@ -480,8 +480,10 @@ def test_what_is_kept_of_workers_that_left_is_freed(
             assert isinstance(peer.next(), wire.Ok)
             assert told(peer) == wire.ReplyUncommitted(8, ())
         assert_lines(tmp_path, ["one"], "gone")
-        chunks = host.spool._database.execute("SELECT count(*) FROM chunks").fetchone()
-        assert chunks == (0,)
+        count = "SELECT count(*) FROM chunks"
+        wait_until(
+            lambda: host.spool._database.execute(count).fetchone() == (0,), 10, "an empty spool"
+        )
         with SinkWorker(address_of(host), "gone", (2,)) as worker:
             assert (worker.committed, worker.uncommitted) == (3, ())
         with Peer(host.address) as peer:

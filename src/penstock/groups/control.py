@@ -193,7 +193,8 @@ def create_group(log: Log, group: GroupName, start: Start) -> None:
                 f"stream {group.stream} has a group {group.name} already: to start elsewhere, "
                 f"`penstock group reset {group.stream} {group.name} --from WHERE`"
             )
-        commit = Commit(progress=first_progress(log, keys, stream, start))
+        starts = start_offsets(log, group.stream, range(stream.partitions), start)
+        commit = Commit(progress=first_progress(keys, stream, starts))
         writer.commit(commit, _never, _say_nothing)
 
 
@@ -240,11 +241,10 @@ def drop_group(log: Log, group: GroupName) -> None:
 
 
 def first_progress(
-    log: Log, keys: GroupKeys, stream: Stream, start: Start
+    keys: GroupKeys, stream: Stream, starts: Mapping[int, int]
 ) -> dict[str, bytes | None]:
-    """What is saved of a new group."""
+    """What is saved of a new group that starts at these offsets."""
     saved = SavedGroup(inputs=((str(stream.name), stream.id),), created_us=now_us())
-    starts = start_offsets(log, str(stream.name), range(stream.partitions), start)
     return {**start_progress(keys, starts), keys.group: msgspec.json.encode(saved)}
 
 

@@ -30,6 +30,7 @@ from penstock.groups.work import GroupWork
 from penstock.log.api import Commit, Log, Start
 from penstock.log.claims import LEASE_S, Claim
 from penstock.log.declaring.objects import Stream
+from penstock.log.reading.read import start_offsets
 from penstock.log.writing.commit import next_sequence
 from penstock.patience import Patience, Tell
 from penstock.records.schema import Record
@@ -55,6 +56,7 @@ class Coordinator:
         self._rules = rules
         self._log = log
         self._start = start
+        self._starts: tuple[int, dict[int, int]]
         self._record = record
         self._tell = tell
         self._keys = GroupKeys(*group)
@@ -69,6 +71,9 @@ class Coordinator:
     # Life
 
     def start(self) -> None:
+        """Begin. Where a new group starts is decided now: what is sent from here on is its."""
+        stream = self._log.stream(self.group.stream)
+        self._starts = stream.id, self._find_starts(stream)
         self._thread.start()
 
     def close(self) -> None:
@@ -267,5 +272,11 @@ class Coordinator:
 
     def _create(self, writer: GroupWriter, stream: Stream) -> None:
         """A new group, from where it is to start."""
-        progress = first_progress(self._log, self._keys, stream, self._start)
+        id_, starts = self._starts
+        if id_ != stream.id:  # it was dropped and created again meanwhile
+            starts = self._find_starts(stream)
+        progress = first_progress(self._keys, stream, starts)
         writer.commit(Commit(progress=progress), self._stop.wait, self._tell)
+
+    def _find_starts(self, stream: Stream) -> dict[int, int]:
+        return start_offsets(self._log, str(stream.name), range(stream.partitions), self._start)

@@ -11,17 +11,16 @@ import decimal
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, cast
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import RecordError
+from penstock.records.ranges import EPOCH, OUT_OF_RANGE, TIME_RANGES, check_values
 from penstock.records.schema import (
-    INT_MAX,
-    INT_MIN,
     Choice,
     DictOf,
     Digits,
@@ -33,6 +32,7 @@ from penstock.records.schema import (
     Schema,
     SetOf,
     Type,
+    parts_of,
     record_type,
     schema_of,
 )
@@ -51,26 +51,8 @@ _ARROW: dict[str, pa.DataType] = {
     "date": pa.date32(),
     "uuid": pa.string(),
 }
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-_DAY_US = 86_400_000_000
-#: the range of Python's times in UTC, years 1 to 9999, in the units of the Arrow type
-_DAYS = ((dt.date.min - _EPOCH.date()).days, (dt.date.max - _EPOCH.date()).days)
-TIME_US_MIN, TIME_US_MAX = _DAYS[0] * _DAY_US, (_DAYS[1] + 1) * _DAY_US - 1
-_RANGES = {
-    "datetime": (TIME_US_MIN, TIME_US_MAX),
-    "naive_datetime": (TIME_US_MIN, TIME_US_MAX),
-    "date": _DAYS,
-}
 _UUID = "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 _BUILTIN = (bytes, dt.datetime, dt.date, decimal.Decimal)
-
-
-OUT_OF_RANGE = "a time outside the years 1 to 9999 in UTC"
-
-
-def is_in_range(time: dt.datetime) -> bool:
-    """Whether Python can represent a time in UTC as well, whatever its own time zone."""
-    return TIME_US_MIN <= (time - _EPOCH) // dt.timedelta(microseconds=1) <= TIME_US_MAX
 
 
 @functools.cache
@@ -177,14 +159,10 @@ class RecordCodec:
             found = self._one.decode(self._pack.encode(value))
         except (*NOT_JSON, msgspec.EncodeError, TypeError, OverflowError, ValueError) as error:
             if isinstance(error, OverflowError):
-                self._check_leaves(value)  # which can name the invalid value
+                check_values(value, self.schema)  # which can name the invalid value
             raise RecordError(f"{self.record.__name__}: {error}") from None
-        self._check_leaves(found)
+        check_values(found, self.schema)
         return found
-
-    def _check_leaves(self, value: Record) -> None:
-        for leaf, type_, path in _walk(value, self.schema, self.record.__name__):
-            _check_leaf(leaf, type_, path)
 
     def from_json(self, text: bytes | str) -> Record:
         """Decode and validate one JSON object."""
@@ -259,7 +237,7 @@ class RecordCodec:
 
 def _order(schema: Schema) -> Literal["deterministic"] | None:
     """The order option for packing, so that equal records give equal bytes: sets are sorted."""
-    kinds = list(_parts(schema))
+    kinds = list(parts_of(schema))
     sortable = all(kind.key == Scalar("str") for kind in kinds if isinstance(kind, DictOf))
     return "deterministic" if sortable and any(isinstance(k, SetOf) for k in kinds) else None
 
@@ -273,7 +251,7 @@ def python_values(column: pa.Array) -> list[object]:
     if column.type == UTC_MICROSECONDS:
         encoded = column.dictionary_encode()
         made = [
-            _EPOCH + dt.timedelta(microseconds=at)
+            EPOCH + dt.timedelta(microseconds=at)
             for at in encoded.dictionary.cast(pa.int64()).to_pylist()
         ]
         return [None if place is None else made[place] for place in encoded.indices.to_pylist()]
@@ -406,7 +384,7 @@ def check_times(column: pa.Array, type_: Type, path: str) -> None:
         case Scalar(kind=kind):
             units = column.cast(pa.int32() if kind == "date" else pa.int64())
             found = pc.min_max(units).as_py()
-            least, most = _RANGES[kind]
+            least, most = TIME_RANGES[kind]
             if found["min"] is not None and (found["min"] < least or found["max"] > most):
                 raise RecordError(f"{path} contains {OUT_OF_RANGE}")
         case ListOf(item=item) | SetOf(item=item):
@@ -433,75 +411,6 @@ def _is_plain(type_: Type) -> bool:
     return isinstance(inner, Digits) or (isinstance(inner, Scalar) and inner.kind != "uuid")
 
 
-def _parts(type_: Type) -> Iterable[Type]:
-    yield type_
-    match type_:
-        case Maybe(of=inner) | ListOf(item=inner) | SetOf(item=inner):
-            yield from _parts(inner)
-        case DictOf(key=key, value=value):
-            yield from _parts(key)
-            yield from _parts(value)
-        case Schema(fields=fields):
-            for field in fields:
-                yield from _parts(field.type)
-
-
-def _check_leaf(leaf: object, type_: Type, path: str) -> None:
-    """Refuse values that Arrow would change or reject: no zone, lost digits, a huge integer."""
-    if isinstance(leaf, int) and not INT_MIN <= leaf <= INT_MAX:
-        raise RecordError(f"{path}: {leaf} does not fit into 64 bits")
-    if isinstance(type_, Digits):
-        try:
-            pa.scalar(leaf, arrow_type(type_))
-        except (pa.ArrowException, OverflowError):
-            raise RecordError(f"{path}: {leaf} does not fit into {type_}") from None
-    elif isinstance(leaf, dt.datetime):
-        if leaf.tzinfo is None:
-            raise RecordError(
-                f"{path}: {leaf.isoformat()} has no time zone: use datetime.now(UTC), or declare "
-                "the field as Annotated[datetime, msgspec.Meta(tz=False)] to store times without"
-            )
-        if not is_in_range(leaf):
-            raise RecordError(f"{path}: {leaf.isoformat()} is {OUT_OF_RANGE}")
-
-
-def _walk(value: object, type_: Type, path: str) -> Iterable[tuple[object, Type, str]]:
-    """Every datetime, int and Decimal inside `value`, with its declared type and its path."""
-    match type_:
-        case _ if value is None:
-            return
-        case Maybe(of=of):
-            yield from _walk(value, of, path)
-        case Scalar(kind="datetime" | "int") | Digits():
-            yield value, type_, path
-        case ListOf(item=item) | SetOf(item=item) if _needs_walk(item) and not _fit(item, value):
-            for index, element in enumerate(cast(Iterable[object], value)):
-                yield from _walk(element, item, f"{path}[{index}]")
-        case DictOf(key=key, value=inner) if _needs_walk(type_):
-            for name, element in cast(Mapping[object, object], value).items():
-                yield from _walk(name, key, f"{path}.keys")
-                yield from _walk(element, inner, f"{path}[{name!r}]")
-        case Schema(fields=fields) if _needs_walk(type_):
-            for name, field in zip(type(value).__struct_fields__, fields, strict=True):  # type: ignore[attr-defined]
-                yield from _walk(getattr(value, name), field.type, f"{path}.{field.name}")
-
-
-def _fit(item: Type, values: object) -> bool:
-    """Whether elements are integers that all fit into 64 bits; there may be very many."""
-    if item != Scalar("int"):
-        return False
-    numbers = cast(Collection[int], values)
-    return not numbers or (min(numbers) >= INT_MIN and max(numbers) <= INT_MAX)
-
-
 @functools.cache
 def _holds_times(type_: Type) -> bool:
-    return any(isinstance(part, Scalar) and part.kind in _RANGES for part in _parts(type_))
-
-
-@functools.cache
-def _needs_walk(type_: Type) -> bool:
-    return any(
-        isinstance(part, Digits) or (isinstance(part, Scalar) and part.kind in ("datetime", "int"))
-        for part in _parts(type_)
-    )
+    return any(isinstance(part, Scalar) and part.kind in TIME_RANGES for part in parts_of(type_))

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from penstock.errors import RecordError
-from penstock.records.arrow import NOT_JSON, OUT_OF_RANGE, is_in_range
+from penstock.records.arrow import NOT_JSON
 from penstock.records.event import Event, JsonValue
+from penstock.records.ranges import OUT_OF_RANGE, is_in_range
 
 SPEC_VERSION = "1.0"
 STRUCTURED = "application/cloudevents+json"

@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import RecordError
-from penstock.records.arrow import OUT_OF_RANGE, UTC_MICROSECONDS, is_in_range
+from penstock.records.arrow import UTC_MICROSECONDS
+from penstock.records.ranges import OUT_OF_RANGE, is_in_range
 
 Key = str | int | bytes
 JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]

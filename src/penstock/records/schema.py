@@ -16,6 +16,7 @@ import inspect
 import types
 import typing
 import uuid
+from collections.abc import Iterator
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -136,6 +137,20 @@ _PYTHON: dict[ScalarKind, object] = {
     "datetime": Annotated[dt.datetime, msgspec.Meta(tz=True)],
     "naive_datetime": Annotated[dt.datetime, msgspec.Meta(tz=False)],
 }
+
+
+def parts_of(type_: Type) -> Iterator[Type]:
+    """The type itself and every type inside it."""
+    yield type_
+    match type_:
+        case Maybe(of=inner) | ListOf(item=inner) | SetOf(item=inner):
+            yield from parts_of(inner)
+        case DictOf(key=key, value=value):
+            yield from parts_of(key)
+            yield from parts_of(value)
+        case Schema(fields=fields):
+            for field in fields:
+                yield from parts_of(field.type)
 
 
 def encode(schema: Schema) -> bytes:

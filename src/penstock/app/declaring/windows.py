@@ -9,8 +9,8 @@ import msgspec
 
 from penstock.errors import UsageError
 from penstock.log.declaring.quantities import format_duration, parse_duration_ms
-from penstock.records.arrow import TIME_US_MAX, TIME_US_MIN
 from penstock.records.event import from_microseconds, microseconds
+from penstock.records.ranges import TIME_US_MAX, TIME_US_MIN
 
 Duration = str | int | dt.timedelta
 """A length of time: "10 minutes", a timedelta, or milliseconds."""

@@ -20,13 +20,7 @@ from penstock.errors import DamagedError, LogError
 from penstock.log.batch import Batch, CommitRun, documents_of
 from penstock.log.declaring.objects import Stream
 from penstock.log.kafka import elements
-from penstock.records.arrow import (
-    TIME_US_MAX,
-    TIME_US_MIN,
-    UTC_MICROSECONDS,
-    arrow_schema,
-    nullable,
-)
+from penstock.records.arrow import UTC_MICROSECONDS, arrow_schema, nullable
 from penstock.records.cloudevents import BINARY, JSON, SPEC_VERSION
 from penstock.records.documents import from_documents, not_json
 from penstock.records.event import (
@@ -40,6 +34,7 @@ from penstock.records.event import (
     from_microseconds,
     stamp_of,
 )
+from penstock.records.ranges import TIME_US_MAX, TIME_US_MIN
 
 _CONTENT = "content-type"
 _PREFIX = "ce_"

@@ -14,7 +14,7 @@ from penstock.log.batch import Batch, CommitRun, checksum, decode_blob
 from penstock.log.declaring.objects import Stream
 from penstock.log.sqlite.committer import Write
 from penstock.log.sqlite.connection import one, read_blob
-from penstock.records.arrow import OUT_OF_RANGE
+from penstock.records.ranges import OUT_OF_RANGE
 
 _RUNS = msgspec.msgpack.Decoder(list[CommitRun])
 

@@ -15,7 +15,7 @@ from penstock.log.declaring.objects import CreateStream, declare
 from penstock.log.reading.read import read_events
 from penstock.log.writing.transaction import Transaction
 from penstock.producer import Producer
-from penstock.records.arrow import TIME_US_MAX, TIME_US_MIN
+from penstock.records.ranges import TIME_US_MAX, TIME_US_MIN
 from penstock.records.schema import Record
 from penstock.testing.contract.setting import OnEngine
 
